@@ -1,0 +1,1 @@
+"""Tensor operations, Triton kernels and access to the inside of transformers models."""
