@@ -1,0 +1,1 @@
+"""Triton kernels. Imported only by the doors that may use them."""
