@@ -127,7 +127,7 @@ def read_sdist(path: Path) -> Sdist:
     """Read a source distribution's list of files and the size budget it states.
 
     Raises:
-        DistributionError: The file is not an sdist: bad file name, not a gzipped tar archive, unreadable pyproject.toml.
+        DistributionError: The file is no sdist: bad name, no gzipped tar archive, unreadable pyproject.toml.
     """
     try:
         name, version = parse_sdist_filename(path.name)
