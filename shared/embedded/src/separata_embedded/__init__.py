@@ -1,1 +1,16 @@
 """The small real models and texts that demos and tests run on, without a network."""
+
+from separata_embedded.cache import cache_directory
+from separata_embedded.errors import CacheError, EmbeddedError, FetchError, IntegrityError, ModelNotInstalledError
+from separata_embedded.smollm2 import load_smollm2, smollm2_folder
+
+__all__ = [
+    "CacheError",
+    "EmbeddedError",
+    "FetchError",
+    "IntegrityError",
+    "ModelNotInstalledError",
+    "cache_directory",
+    "load_smollm2",
+    "smollm2_folder",
+]
