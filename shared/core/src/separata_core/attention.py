@@ -1,0 +1,556 @@
+"""Attention with a bias, per query head, on the logit of one key: exact, and as fast as attention without it.
+
+For one head and one query row with weights `a_j` over the visible keys, adding `log gamma` to the scaled logit of key 0
+gives `a_0' = gamma a_0 / D` and `a_j' = a_j / D` with `D = 1 + (gamma - 1) a_0`. So the output of any unmodified kernel
+can be corrected afterwards, `o' = (o + (gamma - 1) a_0 v_0) / D`, if only `a_0 = exp(scale q.k_0 - LSE)` is known. That
+keeps the causal fast path, reads no mask and costs O(batch * heads * rows * head_dim).
+"""
+
+import math
+import operator
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from separata_core import _attention_ops as ops
+
+__all__ = [
+    "MAX_KEY_BIAS",
+    "Backend",
+    "attention_with_key_bias",
+    "closed_form_floor",
+    "correct_output",
+    "key_bias_mask",
+    "key_weight",
+]
+
+Backend = Literal["auto", "reference", "bias", "augmented", "correction", "triton"]
+
+#: Biases are clamped to this modulus; `exp(80)` and its inverse are finite in float32 and far beyond any use.
+MAX_KEY_BIAS = 80.0
+
+
+def attention_with_key_bias(
+    query: Float[Tensor, "batch q_heads query head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    key_bias: Float[Tensor, "q_heads"] | Float[Tensor, "batch q_heads"],
+    key_index: int | Int[Tensor, "batch"] = 0,
+    *,
+    attention_mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    bias_range: tuple[float, float] | None = None,
+) -> Float[Tensor, "batch q_heads query value_dim"]:
+    """Softmax attention with `key_bias` added to the scaled logit of the key at `key_index`.
+
+    Equals `softmax(scale * query @ key^T + mask + key_bias * 1[j == key_index]) @ value`. Rows that do not see the key
+    (a causal row before it, a masked key, a row of padding) come out as without the bias, bit for bit, and so does a
+    head whose bias is exactly 0, against the kernel that the backend runs.
+
+    Backends:
+
+    - `reference`: weights materialised in float32 (float64 for float64), multiplied and renormalised; what the others
+      are tested against.
+    - `bias`: an additive mask for `scaled_dot_product_attention`. Any bias, but a mask of [batch, heads, query, keys].
+    - `augmented`: one more (in 16 bit, three more) query and key dimension that carries the bias. Any bias, any kernel.
+    - `correction`: an unmodified kernel that returns its log-sum-exp, then the closed form. For biases of at least
+      `closed_form_floor(dtype)`: below it, where the key holds almost all weight, the closed form cancels digits.
+    - `triton`: the same, the closed form in one kernel. CUDA (or Triton's interpreter), without gradients.
+    - `auto`: `triton` or `correction` where possible and accurate, else whichever of `augmented` and `bias` allocates
+      less.
+
+    Args:
+        query: Queries.
+        key: Keys; `q_heads` must be a multiple of `kv_heads`.
+        value: Values.
+        key_bias: Bias in natural-log units, per query head or per batch row and query head. Clamped to +-80.
+        key_index: Which key, for all batch rows or one per row.
+        attention_mask: Boolean (True: visible) or additive, broadcastable to [batch, q_heads, query, keys]. A key whose
+            additive mask is below -1e6 (half the lowest float16 for float16) counts as not visible.
+        is_causal: As in torch: row i sees keys 0..i, counted from the first row also where query and keys differ in
+            length. Not together with `attention_mask`.
+        scale: Multiplies the logits; `head_dim ** -0.5` by default. Positive.
+        backend: See above.
+        bias_range: Smallest and largest value of `key_bias`. Without it they are read from the tensor, which on a GPU
+            waits for the stream. Under `torch.compile` nothing is read, and without it `auto` avoids the closed form.
+
+    Returns:
+        The attention output, in the dtype of `query`.
+
+    Raises:
+        ValueError: Shapes, heads, dtypes, devices, `key_index`, `scale` or `backend` that do not fit, a bias that is
+            not finite, or a backend that cannot do what is asked.
+    """
+    _check_states(query, key, value)
+    bias, index = _check_bias(query, key, key_bias, key_index)
+    scale = _check_scale(query, scale)
+    mask = _check_mask(query, key, attention_mask, is_causal=is_causal)
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(get_args(Backend))}")
+    low, high = _read_range(key_bias, bias_range)
+    visible, offset = _visibility(query, index, mask, is_causal=is_causal)
+
+    if backend == "auto":
+        return _auto(query, key, value, bias, index, mask, is_causal, scale, visible, offset, low, high)
+    if backend == "reference":
+        return _reference(query, key, value, bias, index, mask, is_causal, scale, visible)
+    if backend == "bias":
+        return _bias(query, key, value, bias, index, mask, is_causal, scale, visible)
+    if backend == "augmented":
+        return _augmented(query, key, value, bias, index, mask, is_causal, scale, visible)
+
+    additive = _additive(mask, query)
+    kernel = _find_kernel(query, key, value, additive, is_causal)
+    if kernel is None:
+        raise ValueError(
+            f"backend {backend!r} needs a kernel that returns its log-sum-exp, and there is none for {query.dtype} on "
+            f"{query.device} with query {tuple(query.shape)}, value {tuple(value.shape)} and this mask; use "
+            "'augmented' or 'bias'"
+        )
+    if low < closed_form_floor(query.dtype) and not math.isinf(low):
+        raise ValueError(
+            f"key_bias reaches {low:g}, below {closed_form_floor(query.dtype):.4g}, where the closed form loses too "
+            f"many digits in {query.dtype}; use backend 'auto', 'augmented' or 'bias'"
+        )
+    fuse = None
+    if backend == "triton":
+        if _wants_grad(query, key, value, bias):
+            raise ValueError(
+                "backend 'triton' has no gradient; use 'auto' or 'correction', or run under torch.no_grad()"
+            )
+        fuse = _fused(query)
+        if fuse is None:
+            raise ValueError(
+                f"backend 'triton' cannot run on {query.device}: it needs Triton (separata-core[triton]) and a CUDA "
+                "device, or Triton's interpreter"
+            )
+    return ops.corrected_attention(
+        query, key, value, bias[..., None], index, additive, is_causal, scale, visible, offset, kernel, fuse=fuse
+    )
+
+
+def closed_form_floor(dtype: torch.dtype) -> float:
+    """The smallest bias for which the closed form is used on tensors of `dtype`.
+
+    The closed form divides by `D = 1 + (gamma - 1) a`, which is at least gamma and comes near it where the biased key
+    holds almost all weight. There the rounding of the kernel's output is magnified by up to `1 / gamma`. At the floor
+    that is 1e-8 of the largest value for float64, 6e-5 for float32, 8e-3 for float16 and 2e-2 for bfloat16; it falls as
+    `1 / gamma` above the floor, and nothing is magnified for gamma >= 1.
+
+    Args:
+        dtype: Dtype of query, key and value.
+
+    Returns:
+        A bias in natural-log units (negative).
+    """
+    smallest = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1 / 16}
+    return math.log(smallest.get(dtype, 1 / 4))
+
+
+def key_weight(
+    query: Float[Tensor, "batch q_heads query head_dim"],
+    key_at: Float[Tensor, "batch kv_heads head_dim"],
+    lse: Float[Tensor, "batch q_heads query"],
+    scale: float,
+    visible: Bool[Tensor, "#batch #q_heads #query"] | None = None,
+    offset: Float[Tensor, "#batch #q_heads #query"] | None = None,
+) -> Float[Tensor, "batch q_heads query"]:
+    """The attention weight of one key, from the log-sum-exp that the attention kernel returned.
+
+    Args:
+        query: Queries, as the kernel saw them (after rotary embedding).
+        key_at: The key in question, one per batch row.
+        lse: Natural log of the row sums of `exp(logit)`.
+        scale: What the kernel multiplied the logits by.
+        visible: Where False the weight is 0, whatever `lse` holds (kernels disagree on rows that see nothing).
+        offset: What an additive mask added to this key's logit.
+
+    Returns:
+        Weights in [0, 1], float32 (float64 for float64 queries).
+    """
+    return ops.key_weight(query, key_at, lse, scale, visible, offset)
+
+
+def correct_output(
+    output: Float[Tensor, "batch q_heads query value_dim"],
+    weight: Float[Tensor, "batch q_heads query"],
+    value_at: Float[Tensor, "batch kv_heads value_dim"],
+    key_bias: Float[Tensor, "q_heads"] | Float[Tensor, "batch q_heads"],
+) -> Float[Tensor, "batch q_heads query value_dim"]:
+    """Attention output with a bias on one key, from the output without it.
+
+    `o' = (o + (gamma - 1) a v) / (1 + (gamma - 1) a)`, computed as a step from `o` towards (or away from) `v`, so that
+    a head with bias 0 and a row with weight 0 keep their bits.
+
+    Args:
+        output: Output of the unmodified kernel.
+        weight: Weight of the key there, as from `key_weight`.
+        value_at: Value at that key, one per batch row.
+        key_bias: `log gamma`. Accurate from `closed_form_floor(output.dtype)` upwards; finite, not accurate, below.
+
+    Returns:
+        The corrected output, a new tensor in the dtype of `output`.
+    """
+    bias = key_bias if key_bias.dim() == 2 else key_bias[None]
+    bias = bias.to(output.device, weight.dtype).clamp(-MAX_KEY_BIAS, MAX_KEY_BIAS)
+    return ops.mix(output, ops.mixing_weight(weight, bias[..., None]), value_at)
+
+
+def key_bias_mask(
+    query: Float[Tensor, "batch q_heads query head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    key_bias: Float[Tensor, "q_heads"] | Float[Tensor, "batch q_heads"],
+    key_index: int | Int[Tensor, "batch"] = 0,
+    *,
+    attention_mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+) -> Float[Tensor, "#batch q_heads #query keys"]:
+    """The additive mask that carries the bias, for kernels that take one: with dropout, or to be differentiated twice.
+
+    Args:
+        query: Queries; only shape, dtype and device matter.
+        key: Keys, likewise.
+        key_bias: As in `attention_with_key_bias`.
+        key_index: Likewise.
+        attention_mask: Likewise; contained in the result.
+        is_causal: Likewise; contained in the result.
+
+    Returns:
+        A mask for `scaled_dot_product_attention`, in the dtype of `query`; 1 long where it would only repeat itself.
+
+    Raises:
+        ValueError: As `attention_with_key_bias`.
+    """
+    bias, index = _check_bias(query, key, key_bias, key_index)
+    mask = _check_mask(query, key, attention_mask, is_causal=is_causal)
+    _read_range(key_bias, None)
+    visible, _ = _visibility(query, index, mask, is_causal=is_causal)
+    return _mask_with_bias(query, key, bias, index, mask, is_causal, visible)
+
+
+def _auto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    index: int | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    visible: Tensor | None,
+    offset: Tensor | None,
+    low: float,
+    high: float,
+) -> Tensor:
+    rows, keys = query.shape[2], key.shape[2]
+    additive = _additive(mask, query)
+    if low == high == 0.0 and not bias.requires_grad:
+        return _sdpa(query, key, value, additive, is_causal, scale)
+    kernel = _find_kernel(query, key, value, additive, is_causal)
+    if kernel is not None and low >= closed_form_floor(query.dtype):
+        fuse = None if _wants_grad(query, key, value, bias) or query.device.type != "cuda" else _fused(query)
+        return ops.corrected_attention(
+            query, key, value, bias[..., None], index, additive, is_causal, scale, visible, offset, kernel, fuse=fuse
+        )
+    # The mask of one path against the widened states of the other.
+    widened = _augmented_width(query, value) * (query.shape[1] * rows + 2 * key.shape[1] * keys)
+    path = _bias if query.shape[1] * rows * keys <= widened else _augmented
+    return path(query, key, value, bias, index, mask, is_causal, scale, visible)
+
+
+def _reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    index: int | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    visible: Tensor | None,
+) -> Tensor:
+    dtype = ops.accumulate_dtype(query.dtype)
+    groups = query.shape[1] // key.shape[1]
+    logits = scale * query.to(dtype) @ ops.repeat_heads(key, groups).to(dtype).transpose(-1, -2)
+    rows, keys = logits.shape[-2:]
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+    if is_causal:
+        logits = logits.masked_fill(_future(rows, keys, query.device), -math.inf)
+    empty = (logits == -math.inf).all(-1, keepdim=True)
+    weights = torch.softmax(logits.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+
+    at_key = _one_hot(index, keys, query.device)
+    gamma = torch.exp(_row_bias(bias, visible))[..., None]
+    held = (weights * at_key).sum(-1, keepdim=True)
+    rest = (weights * ~at_key).sum(-1, keepdim=True)
+    # A quotient of row sums, not 1 + (gamma - 1) a: exactly 1 for gamma = 1, and no digits lost for small gamma.
+    total = torch.where(empty, torch.ones_like(held), (rest + gamma * held) / (rest + held))
+    weights = torch.where(at_key, weights * gamma, weights) / total
+    return (weights @ ops.repeat_heads(value, groups).to(dtype)).to(query.dtype)
+
+
+def _bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    index: int | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    visible: Tensor | None,
+) -> Tensor:
+    additive = _mask_with_bias(query, key, bias, index, mask, is_causal, visible)
+    return _sdpa(query, key, value, additive, False, scale)
+
+
+def _mask_with_bias(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor,
+    index: int | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    visible: Tensor | None,
+) -> Tensor:
+    rows, keys = query.shape[2], key.shape[2]
+    at_key = _one_hot(index, keys, query.device)
+    carried = torch.where(at_key, _row_bias(bias, visible)[..., None], 0.0).to(query.dtype)
+    if is_causal:
+        return carried.masked_fill(_future(rows, keys, query.device), -math.inf)
+    if mask is None:
+        return carried
+    if mask.dtype == torch.bool:
+        return torch.where(mask, carried, -math.inf)
+    return carried + mask.to(query.dtype)
+
+
+def _augmented_width(query: Tensor, value: Tensor) -> int:
+    carriers = 1 if query.dtype.itemsize > 2 else 3
+    return -(-max(query.shape[-1] + carriers, value.shape[-1]) // 8) * 8
+
+
+def _augmented(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    index: int | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    visible: Tensor | None,
+) -> Tensor:
+    batch, heads, rows, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    # The key's part is a power of two, so that the query's part stays in range for small scales too.
+    unit = 2.0 ** max(0, math.ceil(math.log2(MAX_KEY_BIAS / scale / 2**14)))
+    rest = (_row_bias(bias, visible) / (scale * unit)).expand(batch, heads, rows)
+    parts = []
+    for _ in range(1 if query.dtype.itemsize > 2 else 3):
+        part = rest.to(query.dtype)
+        parts.append(part)
+        rest = rest - part.detach().to(rest.dtype)
+        # Only the first part is differentiated; the others hold what it rounded away.
+        rest = rest.detach()
+    width = _augmented_width(query, value)
+    at_key = (_one_hot(index, keys, query.device)[:, :, 0] * unit).to(query.dtype)
+    columns = at_key[..., None].expand(batch, kv_heads, keys, len(parts))
+    pad = width - dim - len(parts)
+    wide_query = torch.cat([query, torch.stack(parts, -1), query.new_zeros(batch, heads, rows, pad)], -1)
+    wide_key = torch.cat([key, columns, key.new_zeros(batch, kv_heads, keys, pad)], -1)
+    wide_value = torch.nn.functional.pad(value, (0, width - value.shape[-1]))
+    output = _sdpa(wide_query, wide_key, wide_value, _additive(mask, query), is_causal, scale)
+    return output[..., : value.shape[-1]]
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and mask is not None and query.device.type == "cuda":
+        # With grouped heads and a mask no fused CUDA kernel applies, and the fallback would materialise the weights.
+        key, value, groups = ops.repeat_heads(key, groups), ops.repeat_heads(value, groups), 1
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=groups > 1
+    )
+
+
+def _fused(query: Tensor) -> ops.Fuse | None:
+    from separata_core.kernels import attention as fused  # imports Triton, which is slow and may be absent
+
+    return fused.correct_in_place if fused.available(query) else None
+
+
+def _wants_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _find_kernel(
+    query: Tensor, key: Tensor, value: Tensor, additive: Tensor | None, is_causal: bool
+) -> ops.LseKernel | None:
+    if additive is not None and _wants_grad(additive):
+        return None
+    return ops.find_lse_kernel(query, key, value, additive, is_causal)
+
+
+def _future(rows: int, keys: int, device: torch.device) -> Tensor:
+    return torch.ones(rows, keys, dtype=torch.bool, device=device).triu(1)
+
+
+def _one_hot(index: int | Tensor, keys: int, device: torch.device) -> Tensor:
+    """Bool[batch or 1, 1, 1, keys], True at the biased key."""
+    position = torch.arange(keys, device=device)
+    return (
+        (position == index)[None, None, None] if isinstance(index, int) else (position == index[:, None])[:, None, None]
+    )
+
+
+def _row_bias(bias: Tensor, visible: Tensor | None) -> Tensor:
+    """The bias of every row: [batch or 1, heads, rows or 1], 0 where the key is not visible."""
+    return bias[..., None] if visible is None else torch.where(visible, bias[..., None], 0.0)
+
+
+def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """The mask as fused kernels want it: additive, and in the dtype of the query or (on the CPU) float32."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+    if query.device.type == "cpu" and mask.dtype == torch.float32 and query.dtype.itemsize == 2:
+        return mask
+    return mask.to(query.dtype)
+
+
+def _visibility(
+    query: Tensor, index: int | Tensor, mask: Tensor | None, *, is_causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Which rows see the biased key ([batch or 1, heads or 1, rows]; None: all), and what a mask adds to its logit."""
+    if is_causal:
+        if isinstance(index, int) and index == 0:
+            return None, None
+        position = torch.arange(query.shape[2], device=query.device)
+        first = index if isinstance(index, int) else index[:, None]
+        return (position >= first).reshape(-1, 1, query.shape[2]), None
+    if mask is None:
+        return None, None
+    if isinstance(index, int):
+        column = mask[..., index]
+    else:
+        column = mask.expand(query.shape[0], -1, -1, -1)
+        column = column[torch.arange(query.shape[0], device=query.device), :, :, index]
+    if mask.dtype == torch.bool:
+        return column, None
+    visible = column > max(-1e6, torch.finfo(mask.dtype).min / 2)
+    return visible, column.masked_fill(~visible, 0.0).to(ops.accumulate_dtype(query.dtype))
+
+
+def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, states in (("query", query), ("key", key), ("value", value)):
+        if states.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(states.shape)}; it must be [batch, heads, length, dim]")
+        if not states.is_floating_point() or states.dtype != query.dtype or states.device != query.device:
+            raise ValueError(
+                f"{name} is {states.dtype} on {states.device} and query {query.dtype} on {query.device}; query, key "
+                "and value must share one floating-point dtype and one device"
+            )
+    batch, heads, _, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    if key.shape[0] != batch or value.shape[0] != batch:
+        raise ValueError(
+            f"query, key and value have batch sizes {batch}, {key.shape[0]} and {value.shape[0]}; they must be equal"
+        )
+    if key.shape[-1] != dim or dim == 0:
+        raise ValueError(f"query has head_dim {dim} and key {key.shape[-1]}; they must be equal and positive")
+    if value.shape[1:3] != (kv_heads, keys):
+        raise ValueError(
+            f"value has {value.shape[1]} heads of length {value.shape[2]}, key {kv_heads} of {keys}; they must be equal"
+        )
+    if kv_heads == 0 or heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"query has {heads} heads and key {kv_heads}; the former must be a positive multiple of the latter"
+        )
+
+
+def _check_bias(query: Tensor, key: Tensor, key_bias: Tensor, key_index: int | Tensor) -> tuple[Tensor, int | Tensor]:
+    """The bias as [batch or 1, heads] in the accumulating dtype, and the index as int or int64[batch]."""
+    batch, heads = query.shape[:2]
+    keys = key.shape[2]
+    if key_bias.shape not in ((heads,), (batch, heads)) or not key_bias.is_floating_point():
+        raise ValueError(
+            f"key_bias is {key_bias.dtype} of shape {tuple(key_bias.shape)}; it must be floating point of shape "
+            f"({heads},) or ({batch}, {heads}): one value per query head, not per key head"
+        )
+    bias = key_bias.to(query.device, ops.accumulate_dtype(query.dtype)).reshape(-1, heads)
+    bias = bias.clamp(-MAX_KEY_BIAS, MAX_KEY_BIAS)
+    if isinstance(key_index, Tensor):
+        if key_index.dtype == torch.bool or key_index.is_floating_point() or key_index.shape != (batch,):
+            raise ValueError(
+                f"key_index is {key_index.dtype} of shape {tuple(key_index.shape)}; it must be an int or integers of "
+                f"shape ({batch},), one per batch row"
+            )
+        # On a GPU the values stay unread, since that would wait for the stream; indexing asserts there by itself.
+        if key_index.device.type == "cpu" and not torch.compiler.is_compiling():
+            outside = key_index[(key_index < 0) | (key_index >= keys)]
+            if outside.numel():
+                raise ValueError(f"key_index holds {int(outside[0])}; every value must be in [0, {keys})")
+        return bias, key_index.to(query.device, torch.int64)
+    try:
+        position = operator.index(key_index)
+    except TypeError:
+        raise ValueError(f"key_index is {key_index!r}; it must be an int or a tensor of integers") from None
+    if not 0 <= position < keys:
+        raise ValueError(f"key_index is {position}; it must be in [0, {keys})")
+    return bias, position
+
+
+def _read_range(key_bias: Tensor, bias_range: tuple[float, float] | None) -> tuple[float, float]:
+    """Smallest and largest bias; minus and plus infinity where they are neither given nor may be read."""
+    if bias_range is not None:
+        low, high = float(bias_range[0]), float(bias_range[1])
+        if not low <= high:
+            raise ValueError(f"bias_range is {bias_range}; it must be the smallest and the largest bias, in this order")
+        return low, high
+    if torch.compiler.is_compiling():
+        return -math.inf, math.inf
+    if key_bias.numel() == 0:
+        return 0.0, 0.0
+    low, high = (float(bound) for bound in torch.stack(torch.aminmax(key_bias.detach())).tolist())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        flat = key_bias.detach().reshape(-1)
+        place = int((~torch.isfinite(flat)).nonzero()[0])
+        raise ValueError(
+            f"key_bias is {float(flat[place])} for head {place % key_bias.shape[-1]}; it must be finite (to hide a "
+            "key, mask it)"
+        )
+    return low, high
+
+
+def _check_scale(query: Tensor, scale: float | None) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(query.shape[-1])
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale}; it must be positive and finite")
+    return float(scale)
+
+
+def _check_mask(query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor | None:
+    """The mask as [batch or 1, heads or 1, query, keys]."""
+    if mask is None:
+        return None
+    if is_causal:
+        raise ValueError("attention_mask and is_causal=True exclude each other, as in torch; put both into the mask")
+    full = (*query.shape[:3], key.shape[2])
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if mask.dim() > 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; it must broadcast to {full}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask is {mask.dtype}; it must be bool (True: visible) or floating point (added to the logits)"
+        )
+    if mask.device != query.device:
+        raise ValueError(f"attention_mask is on {mask.device} and query on {query.device}; they must be on one device")
+    return mask.reshape(shape).expand(-1, -1, *full[2:])
