@@ -3,6 +3,7 @@
 from separata_embedded.cache import cache_directory
 from separata_embedded.errors import CacheError, EmbeddedError, FetchError, IntegrityError, ModelNotInstalledError
 from separata_embedded.smollm2 import load_smollm2, smollm2_folder
+from separata_embedded.texts import RatedText, RatedTexts, rated_texts
 
 __all__ = [
     "CacheError",
@@ -10,7 +11,10 @@ __all__ = [
     "FetchError",
     "IntegrityError",
     "ModelNotInstalledError",
+    "RatedText",
+    "RatedTexts",
     "cache_directory",
     "load_smollm2",
+    "rated_texts",
     "smollm2_folder",
 ]

