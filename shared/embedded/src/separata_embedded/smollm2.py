@@ -88,7 +88,7 @@ def load_smollm2(
     )
     tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=offline, trust_remote_code=False)
     model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides torch's signature from the checker
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 def smollm2_folder(
@@ -163,14 +163,10 @@ def _prepare(dtype: Dtype) -> Callable[[Path], None]:
         for key, value in model.state_dict().items()
         if key != "lm_head.weight"
     }
-    config = type(model.config)(
-        **{
-            key: value
-            for key, value in model.config.to_dict().items()
-            if not key.startswith("_")
-            and key not in ("quantization_config", "transformers_version", "dtype", "unk_token_id")
-        }
-    )
+    settings = model.config.to_dict()
+    for key in (*[key for key in settings if key.startswith("_")], *_NOT_KEPT):
+        settings.pop(key, None)
+    config = type(model.config)(**settings)
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = stored
 

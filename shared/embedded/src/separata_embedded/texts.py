@@ -123,8 +123,8 @@ def rated_texts(
 
 def _fall_back(name: Name, reason: str) -> RatedTexts:
     warnings.warn(
-        f"The rated texts of {SDIST} could not be had: {reason}. A small built-in set of short film reviews, written and "
-        f"rated for this package, takes their place; figures from it are not comparable.",
+        f"The rated texts of {SDIST} could not be had: {reason}. A small built-in set of short film reviews, written "
+        f"and rated for this package, takes their place; figures from it are not comparable.",
         stacklevel=3,
     )
     entries = json.loads(files(__package__).joinpath("reviews.json").read_text(encoding="utf-8"))["texts"]
