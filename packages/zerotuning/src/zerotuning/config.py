@@ -1,0 +1,356 @@
+"""What is done to which head: the configuration, and its file."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from separata_core.models import head_counts
+from torch import Tensor, nn
+
+SCHEMA = "zerotuning/config"
+SCHEMA_VERSION = 1
+
+Granularity = Literal["uniform", "head_index"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelId:
+    """What a configuration has to fit.
+
+    Attributes:
+        type: The architecture, such as `"llama"` (`config.model_type` in transformers).
+        name: Where the model came from; for people, never compared.
+        layers: Number of decoder layers L.
+        query_heads: Number of query heads Hq in each layer.
+        key_value_heads: Number of key/value heads Hkv in each layer.
+    """
+
+    type: str
+    name: str
+    layers: int
+    query_heads: int
+    key_value_heads: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelId":
+        """Read it off a transformers model.
+
+        Args:
+            model: A decoder-only transformers model.
+
+        Returns:
+            The description.
+
+        Raises:
+            ValueError: It is no decoder, or its layers differ in their number of heads.
+        """
+        counts = head_counts(model)
+        config: Any = getattr(model, "config", None)
+        return cls(
+            type=str(getattr(config, "model_type", "")),
+            name=str(getattr(config, "_name_or_path", "")),
+            layers=counts.layers,
+            query_heads=counts.query_heads,
+            key_value_heads=counts.kv_heads,
+        )
+
+
+def _log_of(gamma: float, what: str) -> float:
+    value = float(gamma)
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"gamma of {what} is {gamma!r}; it must be a finite number above 0 (1 changes nothing)")
+    return math.log(value)
+
+
+def _indices(values: Sequence[int] | None, count: int, what: str) -> list[int]:
+    if values is None:
+        return list(range(count))
+    for value in values:
+        if not 0 <= value < count:
+            raise ValueError(f"{what} {value} does not exist; the model has {what}s 0 to {count - 1}")
+    return sorted(set(values))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ZeroTuningConfig:
+    """The factors of every head of one model, as `log gamma`.
+
+    Attributes:
+        log_gamma: `[L, Hq]`, natural logarithm of the factor on the initial token's attention weight; 0 is untouched.
+        model_id: The model it was made for.
+        granularity: How the heads were chosen: all together, or by head index jointly over the layers.
+        mode: The operator. Only `"exact"`, the paper's equation, is offered.
+        meta: Anything about its origin that JSON can hold, such as the calibration that found it.
+    """
+
+    log_gamma: Float[Tensor, "layers heads"]
+    model_id: ModelId
+    granularity: Granularity = "uniform"
+    mode: Literal["exact"] = "exact"
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the values and take a copy of them.
+
+        Raises:
+            ValueError: A wrong shape, a factor that is not finite, an unknown granularity or mode.
+        """
+        if self.mode != "exact":
+            raise ValueError(f"mode={self.mode!r} is not offered; the only mode is 'exact'")
+        if self.granularity not in ("uniform", "head_index"):
+            raise ValueError(f"granularity={self.granularity!r} is not offered; use 'uniform' or 'head_index'")
+        expected = (self.model_id.layers, self.model_id.query_heads)
+        if tuple(self.log_gamma.shape) != expected:
+            raise ValueError(
+                f"log_gamma has shape {tuple(self.log_gamma.shape)}; the model needs [L, Hq] = {list(expected)}"
+            )
+        log_gamma = self.log_gamma.detach().to("cpu", torch.float32, copy=True)
+        if not log_gamma.isfinite().all():
+            layer, head = (~log_gamma.isfinite()).nonzero()[0].tolist()
+            raise ValueError(
+                f"log_gamma of layer {layer}, head {head} is {log_gamma[layer, head].item()}; "
+                "every gamma must be finite and above 0"
+            )
+        object.__setattr__(self, "log_gamma", log_gamma)
+        object.__setattr__(self, "meta", dict(self.meta))
+
+    @classmethod
+    def uniform(
+        cls,
+        model: nn.Module | ModelId,
+        gamma: float,
+        heads: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> "ZeroTuningConfig":
+        """One factor for all heads, or for chosen head indices and layers.
+
+        Args:
+            model: The model, or its description.
+            gamma: The factor; above 1 moves attention to the initial token, below 1 away from it.
+            heads: Query-head indices, the same in each layer; all if not given.
+            layers: Layer indices; all if not given.
+            meta: See the class.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: `gamma` is not finite or not above 0, or a head or layer does not exist.
+        """
+        identity = model if isinstance(model, ModelId) else ModelId.of(model)
+        rows = _indices(layers, identity.layers, "layer")
+        columns = _indices(heads, identity.query_heads, "head")
+        whose = "all heads" if heads is None else "head " + ", ".join(map(str, columns))
+        log_gamma = torch.zeros(identity.layers, identity.query_heads)
+        log_gamma[torch.tensor(rows, dtype=torch.long)[:, None], torch.tensor(columns, dtype=torch.long)] = _log_of(
+            gamma, whose
+        )
+        return cls(log_gamma, identity, "uniform" if heads is None else "head_index", meta=meta or {})
+
+    @classmethod
+    def per_head(
+        cls,
+        model: nn.Module | ModelId,
+        gammas: Sequence[float] | Mapping[int, float],
+        layers: Sequence[int] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> "ZeroTuningConfig":
+        """A factor for each head index, jointly over the layers.
+
+        Args:
+            model: The model, or its description.
+            gammas: One factor for each of the Hq query-head indices, or a mapping from some of them.
+            layers: Layer indices; all if not given.
+            meta: See the class.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: A factor is not finite or not above 0 (the head is named), or a head or layer does not exist.
+        """
+        identity = model if isinstance(model, ModelId) else ModelId.of(model)
+        if not isinstance(gammas, Mapping):
+            if len(gammas) != identity.query_heads:
+                raise ValueError(f"gammas has {len(gammas)} values; the model has {identity.query_heads} query heads")
+            gammas = dict(enumerate(gammas))
+        rows = torch.tensor(_indices(layers, identity.layers, "layer"), dtype=torch.long)
+        log_gamma = torch.zeros(identity.layers, identity.query_heads)
+        for head in _indices(list(gammas), identity.query_heads, "head"):
+            log_gamma[rows, head] = _log_of(gammas[head], f"head {head}")
+        return cls(log_gamma, identity, "head_index", meta=meta or {})
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers in which some head is touched."""
+        return tuple(self.log_gamma.abs().amax(dim=1).nonzero().flatten().tolist())
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every factor is 1."""
+        return not self.layers
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the factors: equal for configurations that compute the same."""
+        shape = "x".join(map(str, self.log_gamma.shape))
+        values = (self.log_gamma + 0.0).contiguous().view(torch.int32).flatten().tolist()
+        return hashlib.sha256(f"{self.mode}/{shape}/{values}".encode()).hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        """Equal factors on an equal architecture; where the model came from and `meta` do not count."""
+        if not isinstance(other, ZeroTuningConfig):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint and self._architecture == other._architecture
+
+    def __hash__(self) -> int:
+        """Agrees with equality."""
+        return hash((self.fingerprint, self._architecture))
+
+    @property
+    def _architecture(self) -> tuple[str, int, int, int]:
+        identity = self.model_id
+        return identity.type, identity.layers, identity.query_heads, identity.key_value_heads
+
+    def compose(self, other: "ZeroTuningConfig") -> "ZeroTuningConfig":
+        """Apply one after the other: the factors multiply.
+
+        Args:
+            other: A configuration for the same architecture.
+
+        Returns:
+            The joint configuration, without metadata.
+
+        Raises:
+            ValueError: The two were made for different architectures.
+        """
+        if self._architecture != other._architecture:
+            raise ValueError(
+                f"the configurations were made for different models: {self._architecture} and {other._architecture} "
+                "(type, layers, query heads, key/value heads)"
+            )
+        same = self.granularity == other.granularity == "uniform"
+        return ZeroTuningConfig(self.log_gamma + other.log_gamma, self.model_id, "uniform" if same else "head_index")
+
+    def check_fits(self, model: nn.Module) -> None:
+        """Refuse a model that this configuration was not made for.
+
+        Args:
+            model: The model it is about to be applied to.
+
+        Raises:
+            ValueError: Type, number of layers or number of heads differ.
+        """
+        actual = ModelId.of(model)
+        wanted = self._architecture
+        found = (actual.type, actual.layers, actual.query_heads, actual.key_value_heads)
+        if wanted != found:
+            names = ("model type", "layers", "query heads", "key/value heads")
+            wrong = ", ".join(
+                f"{n} {w!r} (this model: {f!r})" for n, w, f in zip(names, wanted, found, strict=True) if w != f
+            )
+            raise ValueError(f"the configuration was made for another model: {wrong}; calibrate one for this model")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; the file is there completely or not at all.
+
+        Args:
+            path: The file, replaced if it exists.
+        """
+        entries = [
+            [layer, head, math.exp(self.log_gamma[layer, head].item())]
+            for layer, head in self.log_gamma.nonzero().tolist()
+        ]
+        body = {
+            "schema": SCHEMA,
+            "version": SCHEMA_VERSION,
+            "model": dataclasses.asdict(self.model_id),
+            "mode": self.mode,
+            "granularity": self.granularity,
+            "gamma": entries,
+            "meta": dict(self.meta),
+            "versions": _versions(),
+        }
+        write_atomically(Path(path), json.dumps({**body, "sha256": _digest(body)}, indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "ZeroTuningConfig":
+        """Read a file written by `save`.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: The file is truncated, altered, of another kind, or from a newer version of this package.
+            OSError: It cannot be read.
+        """
+        try:
+            body = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a complete JSON file ({error}); it may be truncated") from None
+        if not isinstance(body, dict) or body.get("schema") != SCHEMA:
+            raise ValueError(f"{path} is no zerotuning configuration: its 'schema' is not {SCHEMA!r}")
+        found = body.get("version")
+        if not isinstance(found, int) or found < 1:
+            raise ValueError(f"{path} has no valid 'version' (found {found!r})")
+        if found > SCHEMA_VERSION:
+            raise ValueError(
+                f"{path} has version {found}; this zerotuning reads up to version {SCHEMA_VERSION}: install a newer one"
+            )
+        if body.pop("sha256", None) != _digest(body):
+            raise ValueError(f"{path} was altered after it was written: its contents do not match its 'sha256'")
+        identity = ModelId(**body["model"])
+        log_gamma = torch.zeros(identity.layers, identity.query_heads)
+        for layer, head, gamma in body["gamma"]:
+            log_gamma[layer, head] = _log_of(gamma, f"layer {layer}, head {head}")
+        return cls(log_gamma, identity, body["granularity"], body["mode"], body["meta"])
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file beside its place and move it there.
+
+    Args:
+        path: The file, replaced if it exists.
+        text: Its contents.
+    """
+    path = path.absolute()
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)  # mkstemp makes it private; a configuration is meant to be shared
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("zerotuning", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # a vendored copy has no distribution of its own
+            found[name] = "unknown"
+    return found

@@ -1,0 +1,151 @@
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from separata_core.attention import attention_with_key_bias
+from zerotuning.operator import clamp_log_gamma, reweight, start_indices, start_indices_4d, warn_if_extreme
+
+# Query heads 2, key/value heads 1, three tokens, width 2.
+QUERY = torch.tensor([[[[1, 0], [0, 1], [1, 1]], [[0, 1], [1, 0], [1, -1]]]], dtype=torch.float64)
+KEY = torch.tensor([[[[1, 0], [0, 1], [1, -1]]]], dtype=torch.float64)
+VALUE = torch.tensor([[[[1, 0], [0, 1], [2, 2]]]], dtype=torch.float64)
+GAMMA = torch.tensor([2.0, 0.5], dtype=torch.float64)
+
+
+def one_row(*weights: float) -> torch.Tensor:
+    return torch.tensor(weights, dtype=torch.float64)[None, None, None]
+
+
+def log(gamma: float) -> torch.Tensor:
+    return torch.tensor([math.log(gamma)], dtype=torch.float64)
+
+
+def causal_weights(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    logits = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+    return logits.masked_fill(hidden, -math.inf).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "expected"), [(2.0, [2 / 3, 0.2, 2 / 15]), (0.5, [1 / 3, 0.4, 4 / 15]), (1.0, [0.5, 0.3, 0.2])]
+)
+def test_three_weights(gamma, expected):
+    result = reweight(one_row(0.5, 0.3, 0.2), log(gamma))[0, 0, 0]
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=0)
+
+
+def test_gap_of_the_others_shrinks_as_the_paper_says():
+    row = reweight(one_row(0.5, 0.3, 0.2), log(2.0))[0, 0, 0]
+    assert (0.3 - 0.2) - float(row[1] - row[2]) == pytest.approx(0.1 * 1 * 0.5 / 1.5, abs=1e-7)
+
+
+def test_grouped_heads_by_hand():
+    weights = reweight(causal_weights(QUERY, KEY), GAMMA.log())
+    expected = torch.tensor([[0.572562, 0.286281, 0.141156], [0.180425, 0.087729, 0.731846]], dtype=torch.float64)
+    torch.testing.assert_close(weights[0, :, 2], expected, atol=1e-6, rtol=0)
+    output = weights @ VALUE
+    torch.testing.assert_close(
+        output[0],
+        torch.tensor(
+            [
+                [[1, 0], [0.496510, 0.503490], [0.854875, 0.568594]],
+                [[1, 0], [0.503490, 0.496510], [1.644117, 1.551421]],
+            ],
+            dtype=torch.float64,
+        ),
+        atol=1e-6,
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize("backend", ["reference", "bias", "augmented", "correction", "auto"])
+def test_all_paths_are_the_definition(backend):
+    expected = reweight(causal_weights(QUERY, KEY), GAMMA.log()) @ VALUE
+    result = attention_with_key_bias(QUERY, KEY, VALUE, GAMMA.log(), is_causal=True, backend=backend)
+    torch.testing.assert_close(result, expected, atol=1e-12, rtol=0)
+
+
+def test_scaling_the_key_is_another_function():
+    scaled = KEY.clone()
+    scaled[:, :, 0] *= 2
+    weights = causal_weights(QUERY, scaled)[0, :, 2]
+    expected = torch.tensor([[0.575975, 0.283995, 0.140029], [0.471726, 0.056547, 0.471726]], dtype=torch.float64)
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0)
+    ours = reweight(causal_weights(QUERY, KEY), GAMMA.log())[0, :, 2]
+    assert (ours - weights).abs().max() > 1e-3
+
+
+def test_negative_logit_rises():
+    plain = torch.tensor([-1.0, 0.0], dtype=torch.float64).softmax(-1)
+    row = reweight(plain[None, None, None], log(2.0))[0, 0, 0]
+    torch.testing.assert_close(row, torch.tensor([0.423883, 0.576117], dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "entropy"), [(0.25, 0.876092), (0.5, 0.964963), (1, 1.054920), (2, 1.098612), (4, 1.039721)]
+)
+def test_entropy_is_not_monotone(gamma, entropy):
+    row = reweight(one_row(0.2, 0.4, 0.4), log(gamma))
+    assert float(-(row * row.log()).sum()) == pytest.approx(entropy, abs=1e-6)
+
+
+def test_limits():
+    weights = one_row(0.5, 0.3, 0.2)
+    torch.testing.assert_close(reweight(weights, log(1e-30))[0, 0, 0], one_row(0, 0.6, 0.4)[0, 0, 0])
+    torch.testing.assert_close(reweight(weights, log(1e30))[0, 0, 0], one_row(1, 0, 0)[0, 0, 0])
+
+
+@given(
+    first=st.floats(0.01, 100),
+    second=st.floats(0.01, 100),
+    parts=st.lists(st.integers(1, 1000), min_size=2, max_size=9),
+)
+def test_composition_and_ratios(first, second, parts):
+    weights = one_row(*(float(Fraction(part, sum(parts))) for part in parts))
+    both = reweight(reweight(weights, log(first)), log(second))
+    once = reweight(weights, log(first) + log(second))
+    torch.testing.assert_close(both, once, atol=1e-6, rtol=1e-5)
+    assert float(once.sum()) == pytest.approx(1)
+    ratio = once[..., 1:] / once[..., 1:2]
+    torch.testing.assert_close(ratio, weights[..., 1:] / weights[..., 1:2])
+
+
+def test_each_row_has_its_start_and_its_factor():
+    weights = torch.tensor([[0.5, 0.3, 0.2], [0.0, 0.6, 0.4]], dtype=torch.float64)[:, None, None]
+    result = reweight(weights, torch.tensor([[0.0], [math.log(2)]]), torch.tensor([0, 1]))
+    torch.testing.assert_close(result[0], weights[0])
+    torch.testing.assert_close(result[1, 0, 0], torch.tensor([0, 0.75, 0.25], dtype=torch.float64), atol=1e-7, rtol=0)
+
+
+def test_a_row_that_sees_nothing_stays_zero():
+    assert not reweight(one_row(0, 0, 0), log(5.0)).any()
+
+
+def test_start_is_the_first_real_token():
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1]])
+    start, live = start_indices(mask)
+    assert start.tolist() == [2, 0, 0, 1]
+    assert live.tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_start_of_a_ready_mask(additive):
+    seen = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)[:, None, None].expand(2, 1, 4, 4)
+    # The first rows belong to padding and may see anything.
+    seen = seen.clone()
+    seen[0, :, :2] = True
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) if additive else seen
+    start, live = start_indices_4d(mask)
+    assert start.tolist() == [2, 0]
+    assert live.all()
+
+
+def test_clamp_and_warning():
+    assert clamp_log_gamma(torch.tensor([500.0, -500.0, 1.0])).tolist() == [80, -80, 1]
+    with pytest.warns(UserWarning, match="float16"):
+        warn_if_extreme(torch.tensor([11.0]), torch.float16)
+    warn_if_extreme(torch.tensor([11.0]), torch.bfloat16)
+    warn_if_extreme(torch.tensor([9.0]), torch.float16)
