@@ -6,6 +6,8 @@ can be corrected afterwards, `o' = (o + (gamma - 1) a_0 v_0) / D`, if only `a_0 
 keeps the causal fast path, reads no mask and costs O(batch * heads * rows * head_dim).
 """
 
+import functools
+import importlib.util
 import math
 import operator
 from typing import Literal, get_args
@@ -380,9 +382,16 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
 
 
 def _fused(query: Tensor) -> ops.Fuse | None:
-    from separata_core.kernels import attention as fused  # imports Triton, which is slow and may be absent
+    if not _has_triton():
+        return None
+    from separata_core.kernels import attention as fused  # here, since Triton is slow to import
 
     return fused.correct_in_place if fused.available(query) else None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _wants_grad(*tensors: Tensor) -> bool:

@@ -236,8 +236,8 @@ def edit_hidden_states(model: nn.Module, edits: Mapping[int, Callable[[Tensor], 
             new = edit(states)
             if _describe(new) != _describe(states):
                 raise ValueError(
-                    f"the edit of layer {layer} returned {_describe(new)}; it must return {_describe(states)}, like what "
-                    "it was given"
+                    f"the edit of layer {layer} returned {_describe(new)}; it must return {_describe(states)}, like "
+                    "what it was given"
                 )
             return new
 
