@@ -199,26 +199,6 @@ class Loses(Checked):
         return super().load(path)[:-1]
 
 
-def failures(suite, folder, monkeypatch):
-    """Runs a suite's tests as pytest would and gives the names of those that fail."""
-    found = set()
-    for name in dir(suite):
-        test = getattr(suite, name)
-        if not name.startswith("test_"):
-            continue
-        cases = [mark.args[1] for mark in getattr(test, "pytestmark", ())]
-        for number, case in enumerate(cases[0] if cases else [None]):
-            place = folder / f"{name}-{number}"
-            place.mkdir(parents=True)
-            arguments = {"tmp_path": place, "monkeypatch": monkeypatch, "content": case}
-            wanted = test.__code__.co_varnames[1 : test.__code__.co_argcount]
-            try:
-                test(suite(), **{key: arguments[key] for key in wanted})
-            except (Exception, pytest.fail.Exception):
-                found.add(name)
-    return found
-
-
 @pytest.mark.parametrize(
     ("suite", "expected"),
     [
@@ -233,8 +213,8 @@ def failures(suite, folder, monkeypatch):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_file_format_notices(suite, expected, tmp_path, monkeypatch):
-    found = failures(suite, tmp_path, monkeypatch)
+def test_file_format_notices(suite, expected, failing):
+    found = failing(suite)
     assert expected <= found
     assert "test_missing" not in found
 

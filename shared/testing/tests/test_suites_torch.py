@@ -1,19 +1,12 @@
 """The suites for models pass a right implementation and fail wrong ones, each in the test that is meant to notice."""
 
-import re
-import subprocess
-import sys
+import contextlib
 
-import pytest
 import torch
 from separata_testing.models import tiny_model
 from separata_testing.suites import BatchConsistency, ModelUnchangedAfterExit
 from separata_testing.suites.model import model_state, state_differences
 
-UNCHANGED = """\
-import contextlib
-import torch
-from separata_testing.suites import ModelUnchangedAfterExit
 
 class Edit:
     # Scales the output projection of every attention by a hook.
@@ -23,25 +16,28 @@ class Edit:
         self.model = model
 
     def __enter__(self):
-        double = lambda module, args, output: 2 * output
-        self.handles = [layer.self_attn.o_proj.register_forward_hook(double) for layer in self.model.model.layers]
+        projections = [layer.self_attn.o_proj for layer in self.model.model.layers]
+        self.handles = [part.register_forward_hook(lambda *given: 2 * given[2]) for part in projections]
 
     def __exit__(self, kind, *_):
         if kind is None or self.exit_on_error:
             for handle in self.handles:
                 handle.remove()
 
-class TestForgetsErrors(ModelUnchangedAfterExit):
+
+class ForgetsErrors(ModelUnchangedAfterExit):
     def context(self, model):
         edit = Edit(model)
         edit.exit_on_error = False
         return edit
 
-class TestDoesNothing(ModelUnchangedAfterExit):
+
+class DoesNothing(ModelUnchangedAfterExit):
     def context(self, model):
         return contextlib.nullcontext()
 
-class TestRounds(ModelUnchangedAfterExit):
+
+class Rounds(ModelUnchangedAfterExit):
     @contextlib.contextmanager
     def context(self, model):
         weight = model.lm_head.weight
@@ -52,7 +48,8 @@ class TestRounds(ModelUnchangedAfterExit):
             finally:
                 weight.div_(3)
 
-class TestSwallows(ModelUnchangedAfterExit):
+
+class Swallows(ModelUnchangedAfterExit):
     @contextlib.contextmanager
     def context(self, model):
         edit = Edit(model)
@@ -63,7 +60,8 @@ class TestSwallows(ModelUnchangedAfterExit):
         finally:
             edit.__exit__(None)
 
-class TestLeavesForward(ModelUnchangedAfterExit):
+
+class LeavesForward(ModelUnchangedAfterExit):
     @contextlib.contextmanager
     def context(self, model):
         head = model.lm_head
@@ -74,7 +72,8 @@ class TestLeavesForward(ModelUnchangedAfterExit):
         finally:
             head.forward = original  # the same function, but now an attribute of the instance
 
-class TestDraws(ModelUnchangedAfterExit):
+
+class Draws(ModelUnchangedAfterExit):
     @contextlib.contextmanager
     def context(self, model):
         edit = Edit(model)
@@ -85,7 +84,8 @@ class TestDraws(ModelUnchangedAfterExit):
         finally:
             edit.__exit__(None)
 
-class TestWearsOff(ModelUnchangedAfterExit):
+
+class WearsOff(ModelUnchangedAfterExit):
     @contextlib.contextmanager
     def context(self, model):
         used = getattr(self, "used", 0)
@@ -99,7 +99,8 @@ class TestWearsOff(ModelUnchangedAfterExit):
             if not used:
                 edit.__exit__(None)
 
-class TestConfiguration(ModelUnchangedAfterExit):
+
+class Configuration(ModelUnchangedAfterExit):
     @contextlib.contextmanager
     def context(self, model):
         edit = Edit(model)
@@ -109,11 +110,7 @@ class TestConfiguration(ModelUnchangedAfterExit):
             yield
         finally:
             edit.__exit__(None)
-"""
 
-BATCH = """\
-import torch
-from separata_testing.suites import BatchConsistency
 
 class TestRunning(BatchConsistency):
     # A running sum over the tokens, with its state as the cache; no model at all.
@@ -133,57 +130,35 @@ class TestRunning(BatchConsistency):
             cache["count"] += new
         return sums
 
-class TestCountsPadding(TestRunning):
+
+class CountsPadding(TestRunning):
     def values(self, model, input_ids, attention_mask, cache):
         return super().values(model, input_ids + 1, torch.ones_like(attention_mask), cache)
 
-class TestForgetsThePast(TestRunning):
+
+class ForgetsThePast(TestRunning):
     def values(self, model, input_ids, attention_mask, cache):
         return super().values(model, input_ids, attention_mask, None)
 
-class TestMixesRows(TestRunning):
+
+class MixesRows(TestRunning):
     def values(self, model, input_ids, attention_mask, cache):
         sums = super().values(model, input_ids, attention_mask, cache)
         return sums - sums.mean(0)
 
-class TestConstant(TestRunning):
+
+class Constant(TestRunning):
     def values(self, model, input_ids, attention_mask, cache):
         return torch.ones(input_ids.shape)
 
-class TestUncached(TestForgetsThePast):
+
+class Uncached(ForgetsThePast):
     supports_cache = False
-"""
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """For every class above the names of its tests that failed; both modules in one process, as imports are slow."""
-    folder = tmp_path_factory.mktemp("inner")
-    (folder / "test_unchanged.py").write_text(UNCHANGED)
-    (folder / "test_batch.py").write_text(BATCH)
-    command = [sys.executable, "-m", "pytest", "-rA", "-q", "--tb=line", "--typecheck=none", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    found = {}
-    for outcome, name, test in re.findall(r"^(PASSED|FAILED|ERROR) \S+::(\w+)::(.*?)(?: - .*)?$", done.stdout, re.M):
-        found.setdefault(name, set()).update({test} if outcome != "PASSED" else ())
-    assert found, done.stdout + done.stderr
-    return found
 
 
 class TestHooksThatComeOff(ModelUnchangedAfterExit):
     def context(self, model):
-        handles = []
-
-        class Edit:
-            def __enter__(self):
-                projections = [layer.self_attn.o_proj for layer in model.model.layers]
-                handles.extend(part.register_forward_hook(lambda *given: 2 * given[2]) for part in projections)
-
-            def __exit__(self, *_):
-                for handle in handles:
-                    handle.remove()
-
-        return Edit()
+        return Edit(model)
 
 
 class TestGroupedAttention(BatchConsistency):
@@ -205,35 +180,34 @@ class TestLearnedPositions(BatchConsistency):
         return tiny_model("gpt2", dtype=torch.float64)
 
 
-def test_model_unchanged_after_exit_notices(outcomes):
-    assert outcomes["TestForgetsErrors"] == {
+def test_model_unchanged_after_exit_notices(failing):
+    assert failing(ForgetsErrors) == {
         "test_unchanged_after_an_exception",
         "test_unchanged_after_an_exception_inside_the_model",
     }
-    assert outcomes["TestDoesNothing"] == {"test_output_differs_inside"}
-    assert "test_unchanged_after_exit" in outcomes["TestRounds"]
-    assert "test_unchanged_after_an_exception" in outcomes["TestSwallows"]
-    assert "test_unchanged_after_exit" in outcomes["TestLeavesForward"]
-    assert outcomes["TestDraws"] == {"test_random_state_is_left_alone"}
-    assert outcomes["TestWearsOff"] == {"test_same_effect_when_entered_again"}
-    assert "test_unchanged_after_exit_without_use" in outcomes["TestConfiguration"]
+    assert failing(DoesNothing) == {"test_output_differs_inside"}
+    assert "test_unchanged_after_exit" in failing(Rounds)
+    assert "test_unchanged_after_an_exception" in failing(Swallows)
+    assert "test_unchanged_after_exit" in failing(LeavesForward)
+    assert failing(Draws) == {"test_random_state_is_left_alone"}
+    assert failing(WearsOff) == {"test_same_effect_when_entered_again"}
+    assert "test_unchanged_after_exit_without_use" in failing(Configuration)
 
 
-def test_batch_consistency_notices(outcomes):
-    assert outcomes["TestRunning"] == set()
-    assert outcomes["TestCountsPadding"] == {
+def test_batch_consistency_notices(failing):
+    assert failing(CountsPadding) == {
         "test_padded_equals_unpadded[0-left]",
         "test_padded_equals_unpadded[3-left]",
         "test_cached_with_left_padding_equals_unpadded[(7, 6)]",
         "test_cached_with_left_padding_equals_unpadded[(9, 1, 1, 1, 1)]",
     }
-    assert {name.partition("[")[0] for name in outcomes["TestForgetsThePast"]} == {
+    assert {name.partition("[")[0] for name in failing(ForgetsThePast)} == {
         "test_cached_equals_uncached",
         "test_cached_with_left_padding_equals_unpadded",
     }
-    assert "test_batch_equals_single" in outcomes["TestMixesRows"]
-    assert outcomes["TestConstant"] == {"test_values_depend_on_the_tokens"}
-    assert outcomes["TestUncached"] == set()
+    assert "test_batch_equals_single" in failing(MixesRows)
+    assert failing(Constant) == {"test_values_depend_on_the_tokens"}
+    assert failing(Uncached) == set()
 
 
 def test_model_state_sees_tensors_and_gradients():

@@ -127,7 +127,9 @@ def _warning_filters(modules: tuple[str, ...]) -> list[str]:
             "PytestUnraisableExceptionWarning",
         )
     ]
-    filters += [f"error::{name}:test_" for name in ("DeprecationWarning", "FutureWarning", "PendingDeprecationWarning")]
+    filters += [
+        rf"error::{name}:(.*\.)?test_" for name in ("DeprecationWarning", "FutureWarning", "PendingDeprecationWarning")
+    ]
     filters += [rf"error:::{module.replace('.', '[.]')}(\.|$)" for module in modules]
     return filters
 
@@ -136,11 +138,14 @@ def _register_profiles() -> None:
     """Registers and loads hypothesis profiles: `ci` (the default) repeats exactly, `explore` looks for new examples."""
     import hypothesis
 
+    default = hypothesis.settings.get_profile("default")
     checks = [hypothesis.HealthCheck.too_slow]  # the machine's load is no property of the code
     hypothesis.settings.register_profile(
-        "ci", derandomize=True, deadline=None, max_examples=40, database=None, suppress_health_check=checks
+        "ci", default, derandomize=True, deadline=None, max_examples=40, database=None, suppress_health_check=checks
     )
-    hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=checks)
+    hypothesis.settings.register_profile(
+        "explore", default, deadline=None, derandomize=False, max_examples=1000, suppress_health_check=checks
+    )
     hypothesis.settings.load_profile("ci")
 
 
