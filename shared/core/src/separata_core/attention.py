@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import operator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -139,9 +139,10 @@ def closed_form_floor(dtype: torch.dtype) -> float:
     """The smallest bias for which the closed form is used on tensors of `dtype`.
 
     The closed form divides by `D = 1 + (gamma - 1) a`, which is at least gamma and comes near it where the biased key
-    holds almost all weight. There the rounding of the kernel's output is magnified by up to `1 / gamma`. At the floor
-    that is 1e-8 of the largest value for float64, 6e-5 for float32, 8e-3 for float16 and 2e-2 for bfloat16; it falls as
-    `1 / gamma` above the floor, and nothing is magnified for gamma >= 1.
+    holds almost all weight. There the rounding of the kernel's output and of its log-sum-exp is magnified by up to
+    `1 / gamma`. At the floor, and with logits of modulus up to 12, the error stays below 1e-8 of the largest value for
+    float64, 2e-4 for float32, 8e-3 for float16 and 2e-2 for bfloat16; it falls as `1 / gamma` above the floor, and
+    nothing is magnified for gamma >= 1.
 
     Args:
         dtype: Dtype of query, key and value.
@@ -149,7 +150,7 @@ def closed_form_floor(dtype: torch.dtype) -> float:
     Returns:
         A bias in natural-log units (negative).
     """
-    smallest = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1 / 16}
+    smallest = {torch.float64: 1e-6, torch.float32: 1 / 64, torch.float16: 1 / 16}
     return math.log(smallest.get(dtype, 1 / 4))
 
 
@@ -484,7 +485,7 @@ def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _check_bias(query: Tensor, key: Tensor, key_bias: Tensor, key_index: int | Tensor) -> tuple[Tensor, int | Tensor]:
+def _check_bias(query: Tensor, key: Tensor, key_bias: Tensor, key_index: Any) -> tuple[Tensor, int | Tensor]:
     """The bias as [batch or 1, heads] in the accumulating dtype, and the index as int or int64[batch]."""
     batch, heads = query.shape[:2]
     keys = key.shape[2]
