@@ -47,6 +47,7 @@ from workspace import (
     UnknownMemberError,
     Workspace,
     WorkspaceError,
+    blocker,
     fail,
     normalise,
     parse_imports,
@@ -414,7 +415,7 @@ class _Planner:
         self.copy = Copy(member, namespace)
         self.with_tests = tests
         never = {other.module for other in house.members if other.name in NEVER_COPIED}
-        self.shared = {m.module: m for m in house.shared if m.module not in never}
+        self.shared = {m.module: m for m in house.shared if m.module not in never and m is not member}
         self.never = never
         self.own = member.modules()
         self.pool = {name: path for shared in self.shared.values() for name, path in shared.modules().items()}
@@ -751,6 +752,11 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def copyable(house: Workspace) -> list[Member]:
+    """Lists the members that can be copied on their own."""
+    return [member for member in house.members if member.name not in NEVER_COPIED]
+
+
 def plan(house: Workspace, package: str, namespace: str = "", *, tests: bool = True) -> Copy:
     """Works out a copy without writing anything.
 
@@ -764,7 +770,7 @@ def plan(house: Workspace, package: str, namespace: str = "", *, tests: bool = T
         UnknownMemberError: There is no such package.
         VendorError: The namespace is no dotted name, or the package cannot be copied as it is.
     """
-    member = house.member(package, house.packages)
+    member = house.member(package, copyable(house))
     for part in namespace.split(".") if namespace else ():
         if not part.isidentifier() or keyword.iskeyword(part):
             raise UsageError(f"namespace {namespace!r} is not a dotted Python name (as in company.third_party)")
@@ -776,15 +782,6 @@ def plan(house: Workspace, package: str, namespace: str = "", *, tests: bool = T
 _PROOF = """
 import importlib, json, sys
 stage, name, blocked, modules = sys.argv[1], sys.argv[2], set(sys.argv[3].split(",")), sys.argv[4].split(",")
-
-class Blocker:
-    def find_spec(self, fullname, path=None, target=None):
-        top = fullname.partition(".")[0]
-        if top in blocked and not (fullname == name or fullname.startswith(name + ".")):
-            raise ModuleNotFoundError(f"{fullname} is blocked: the copy must not need it", name=fullname)
-        return None
-
-sys.meta_path.insert(0, Blocker())
 sys.path.insert(0, stage)
 failed, skipped = {}, {}
 for module in modules:
@@ -807,13 +804,14 @@ json.dump({"failed": failed, "skipped": skipped}, sys.stdout)
 """
 
 
-def prove(copy: Copy, stage: Path, house: Workspace) -> dict[str, str]:
+def prove(copy: Copy, stage: Path, house: Workspace, python: str = sys.executable) -> dict[str, str]:
     """Imports every module of a staged copy in a fresh interpreter that cannot see our packages.
 
     Args:
         copy: The copy that was staged.
         stage: Folder under which the copy lies by its full dotted name.
         house: The workspace whose names are blocked.
+        python: Interpreter to import with; it needs the libraries that the package needs.
 
     Returns:
         For each module that could not be tried, the third-party module that is not installed here.
@@ -823,7 +821,8 @@ def prove(copy: Copy, stage: Path, house: Workspace) -> dict[str, str]:
     """
     blocked = {member.module for member in house.members}
     modules = [m for m in copy.modules if m.rpartition(".")[2] != "__main__"]
-    command = [sys.executable, "-I", "-B", "-c", _PROOF, str(stage), copy.name, ",".join(sorted(blocked))]
+    code = blocker(blocked, but=copy.name) + _PROOF
+    command = [python, "-I", "-B", "-c", code, str(stage), copy.name, ",".join(sorted(blocked))]
     done = subprocess.run([*command, ",".join(modules)], cwd=stage, capture_output=True, text=True, check=False)
     try:
         result = json.loads(done.stdout[done.stdout.rindex('{"failed"') :])
@@ -1002,7 +1001,14 @@ def _target(into: Path, copy: Copy) -> Path:
 
 
 def vendor(
-    house: Workspace, package: str, into: Path, namespace: str = "", *, tests: bool = True, force: bool = False
+    house: Workspace,
+    package: str,
+    into: Path,
+    namespace: str = "",
+    *,
+    tests: bool = True,
+    force: bool = False,
+    python: str = sys.executable,
 ) -> Copy:
     """Writes a copy, or replaces one that nobody has edited.
 
@@ -1013,6 +1019,7 @@ def vendor(
         namespace: Dotted name of the package under which the copy is put; "" puts it at the top.
         tests: Whether the package's tests come along.
         force: Replace a copy that was edited. Files that this tool did not write stay.
+        python: Interpreter that the copy is proved with.
 
     Raises:
         VendorError: The copy was edited, the folder is no copy, or the copy would not be self-contained. Nothing is
@@ -1038,7 +1045,7 @@ def vendor(
     with _staging(into, target) as stage:
         new = stage.joinpath(*copy.name.split("."))
         _write(new, {path: file.content for path, file in copy.files.items()})
-        unproved = prove(copy, stage, house)
+        unproved = prove(copy, stage, house, python)
         content = _content(copy, unproved)
         _write(new, {**kept, **content})
         _swap(new, target, stage)
@@ -1123,7 +1130,7 @@ def _base(folder: Path, manifest: Mapping[str, Any]) -> dict[str, bytes]:
     return base
 
 
-def update(folder: Path, house: Workspace, into: Path) -> list[str]:
+def update(folder: Path, house: Workspace, into: Path, python: str = sys.executable) -> list[str]:
     """Brings a copy up to date and keeps its edits.
 
     What would be written now is proved self-contained first; the merged copy is swapped in whole.
@@ -1132,6 +1139,7 @@ def update(folder: Path, house: Workspace, into: Path) -> list[str]:
         folder: The copy.
         house: The workspace to copy from.
         into: Folder that is on the import path of the other tree; the copy lies below it.
+        python: Interpreter that the new copy is proved with.
 
     Returns:
         One line for each conflict; the marks are in the files.
@@ -1146,7 +1154,7 @@ def update(folder: Path, house: Workspace, into: Path) -> list[str]:
     with _staging(into, folder) as stage:
         proof = stage.joinpath("proof", *copy.name.split("."))
         _write(proof, {path: file.content for path, file in copy.files.items()})
-        content = _content(copy, prove(copy, stage / "proof", house))
+        content = _content(copy, prove(copy, stage / "proof", house, python))
         new = {path: text for path, text in content.items() if path not in (MANIFEST, BASE)}
         merged, conflicts = merge_trees(_present(folder), base, new, f"{copy.member.name} {copy.member.version}")
         result = stage / "new"
@@ -1171,21 +1179,30 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     mode.add_argument("--update", action="store_true", help="merge what is new into the copy, three ways")
     mode.add_argument("--force", action="store_true", help="overwrite a copy that was edited")
     parser.add_argument("--no-tests", action="store_true", help="leave the package's tests out")
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter that has the package's libraries (default: this one)"
+    )
     given = parser.parse_args(arguments)
     try:
         house = Workspace.load(root)
-        member = house.member(given.package, house.packages)
+        member = house.member(given.package, copyable(house))
         if given.check:
             lines = check(locate(given.into, member, given.namespace), house)
             print("\n".join(lines) if lines else f"{member.name}: clean and up to date")
             return 1 if lines else 0
         if given.update:
             folder = locate(given.into, member, given.namespace).resolve()
-            lines = update(folder, house, given.into)
+            lines = update(folder, house, given.into, given.python)
             print("\n".join(lines) if lines else f"{member.name}: updated to {member.version}")
             return 1 if lines else 0
         copy = vendor(
-            house, given.package, given.into, given.namespace or "", tests=not given.no_tests, force=given.force
+            house,
+            given.package,
+            given.into,
+            given.namespace or "",
+            tests=not given.no_tests,
+            force=given.force,
+            python=given.python,
         )
         versions = {member.name: member.version, **copy.manifest["shared"]}
         parts = " and ".join(f"{name} {version}" for name, version in versions.items())

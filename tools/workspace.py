@@ -424,6 +424,24 @@ class Workspace:
         return tuple(m for m in self.members if m.name in reached and (include or m.name not in start))
 
 
+def blocker(names: Iterable[str], but: str = "") -> str:
+    """Returns Python source that makes every import of some top-level names fail, to be run before anything else.
+
+    Args:
+        names: Top-level module names to block.
+        but: A dotted name that may be imported nevertheless, with all below it.
+    """
+    return (
+        "import sys\n\n\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        allowed = name == {but!r} or name.startswith({but + '.'!r})\n"
+        f"        if name.partition('.')[0] in {sorted(names)!r} and not allowed:\n"
+        "            raise ModuleNotFoundError(f'{name} is blocked: the copy must not need it', name=name)\n\n\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+    )
+
+
 def fail(message: str, code: int) -> int:
     """Prints one line to standard error, in the form that every tool uses, and returns the exit code."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)

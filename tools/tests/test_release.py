@@ -59,7 +59,7 @@ def state(root: Path, git: Git) -> tuple[str, ...]:
 
 def test_a_release(repository: Path, git: Git) -> None:
     checks = Checks(repository)
-    work, files = tool.release(repository, "alpha", "0.3.0", today=TODAY, runner=checks, builder=build, relock=no_lock)
+    _, files = tool.release(repository, "alpha", "0.3.0", today=TODAY, runner=checks, builder=build, relock=no_lock)
     member = repository / "packages/alpha"
     assert (member / "CHANGELOG.md").read_text() == (
         "# Changelog\n\n## Unreleased\n\n## 0.3.0 (2026-11-30)\n\n- Something new.\n"
