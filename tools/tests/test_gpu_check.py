@@ -1,3 +1,5 @@
+import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -123,6 +125,14 @@ def test_hung_part_is_killed_with_its_children_and_the_rest_runs(house, add, mac
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
+def test_benchmarks_are_told_how_long_to_measure(house, add, machine):
+    add("benchmarks/bench_a.py", "def run(device, seconds):\n    return [device, seconds]\n")
+    assert run(house, "--dry-run")[1]["parts"][0]["figures"] == ["cpu", 1.0]
+    machine["device"] = {"name": "some GPU", "capability": [9, 0]}
+    assert run(house)[1]["parts"][0]["figures"] == ["cuda", gpu_check.MEASURE_S]
+    assert run(house, "--limit", "22")[1]["parts"][0]["figures"][1] == pytest.approx(5, abs=0.5)
+
+
 def test_without_a_gpu_says_what_to_do(house, add, machine, capsys):
     add("tests/test_kernels_a.py", TESTS)
     code, report = run(house)
@@ -216,11 +226,14 @@ def test_probe_survives_a_torch_that_does_not_start(tmp_path):
     assert "driver" in found["device"]
 
 
-def test_probe_of_this_machine_names_versions(tmp_path):
-    torch = pytest.importorskip("torch", reason="it is what the probe looks at")
+def test_probe_of_this_machine_names_versions(tmp_path, monkeypatch):
+    # Loading torch takes long where other tests run beside this one.
+    monkeypatch.setattr(gpu_check, "PROBE_S", 110.0)
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed; it is what the probe looks at")
     found = gpu_check.probe(dict(os.environ), tmp_path)
-    assert found["versions"]["torch"] == torch.__version__
-    assert ("capability" in found["device"]) == torch.cuda.is_available()
+    assert found["versions"]["torch"].startswith(importlib.metadata.version("torch"))
+    assert found["device"]["name"]
 
 
 def test_limit_of_nothing_is_wrong_usage(house, capsys):
