@@ -19,7 +19,8 @@ from separata_core.internal.kernels import KernelCase
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-@triton.jit
+# Only there to tune by: programs for different lengths are the same.
+@triton.jit(do_not_specialize=["rows_bucket"])
 def correct_kernel(
     result_ptr,
     output_ptr,
@@ -33,6 +34,7 @@ def correct_kernel(
     heads,
     groups,
     rows,
+    rows_bucket,
     scale,
     result_batch,
     result_head,
@@ -67,18 +69,18 @@ def correct_kernel(
     value_width: tl.constexpr,
     has_visible: tl.constexpr,
     has_offset: tl.constexpr,
-    rows_bucket: tl.constexpr,
     block_rows: tl.constexpr,
     block_head: tl.constexpr,
     block_value: tl.constexpr,
 ):
     """Correct `block_rows` rows of one head."""
-    # 64 bits: batch * stride passes 2**31 in long batches.
-    pair = tl.program_id(1).to(tl.int64)
+    # One grid dimension, since the others end at 65535; and 64 bits, since batch * stride passes 2**31.
+    blocks = tl.cdiv(rows, block_rows)
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
     batch = pair // heads
     head = pair % heads
     kv_head = head // groups
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    row = (tl.program_id(0) % blocks).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     inside = row < rows
     dim = tl.arange(0, block_head)
     column = tl.arange(0, block_value)
@@ -142,7 +144,7 @@ def available(query: Tensor) -> bool:
 def _tuned() -> Any:
     configs = [
         triton.Config({"block_rows": block}, num_warps=warps, num_stages=1)
-        for block, warps in ((1, 1), (4, 1), (16, 2), (16, 4), (32, 4), (64, 4), (64, 8), (128, 8))
+        for block, warps in ((1, 1), (4, 1), (16, 2), (32, 4), (64, 4), (128, 8))
     ]
     # Trials would correct an output in place again and again.
     return triton.autotune(configs, key=["rows_bucket", "head_width", "value_width"], restore_value=["result_ptr"])(
@@ -193,7 +195,7 @@ def correct_output(
     added = lse if offset is None else offset.expand(whole)
     arguments = (
         *(result, output, lse, query, key_at, value_at, bias, seen, added),
-        *(heads, heads // key_at.shape[1], rows, scale),
+        *(heads, heads // key_at.shape[1], rows, triton.next_power_of_2(rows), scale),
         *result.stride(),
         *output.stride(),
         *lse.stride(),
@@ -209,16 +211,15 @@ def correct_output(
         "value_width": value_width,
         "has_visible": visible is not None,
         "has_offset": offset is not None,
-        "rows_bucket": triton.next_power_of_2(rows),
         "block_head": triton.next_power_of_2(head_width),
         "block_value": triton.next_power_of_2(value_width),
     }
     if interpreted():
         block = 16
-        correct_kernel[(triton.cdiv(rows, block), batch * heads)](*arguments, **constants, block_rows=block)
+        correct_kernel[(triton.cdiv(rows, block) * batch * heads,)](*arguments, **constants, block_rows=block)
     else:
         with torch.cuda.device(query.device):
-            _tuned()[lambda meta: (triton.cdiv(rows, meta["block_rows"]), batch * heads)](*arguments, **constants)
+            _tuned()[lambda meta: (triton.cdiv(rows, meta["block_rows"]) * batch * heads,)](*arguments, **constants)
     return result
 
 
@@ -244,7 +245,7 @@ def compile_cases() -> list[KernelCase]:
     cases = []
     for dtype in _DTYPES.values():
         for width in (64, 128):
-            for rows_bucket, block, warps in ((2048, 64, 4), (1, 1, 1)):
+            for use, block, warps in (("prefill", 64, 4), ("decode", 1, 1)):
                 states = dict.fromkeys(
                     ("result_ptr", "output_ptr", "query_ptr", "key_at_ptr", "value_at_ptr"), f"*{dtype}"
                 )
@@ -254,7 +255,7 @@ def compile_cases() -> list[KernelCase]:
                     "bias_ptr": "*fp32",
                     "visible_ptr": "*i1",
                     "offset_ptr": "*fp32",
-                    **dict.fromkeys(("heads", "groups", "rows"), "i32"),
+                    **dict.fromkeys(("heads", "groups", "rows", "rows_bucket"), "i32"),
                     "scale": "fp32",
                     **dict.fromkeys(strides, "i32"),
                 }
@@ -263,11 +264,10 @@ def compile_cases() -> list[KernelCase]:
                     "value_width": width,
                     "has_visible": True,
                     "has_offset": True,
-                    "rows_bucket": rows_bucket,
                     "block_rows": block,
                     "block_head": width,
                     "block_value": width,
                 }
-                name = f"correct_{dtype}_d{width}_{'decode' if rows_bucket == 1 else 'prefill'}"
+                name = f"correct_{dtype}_d{width}_{use}"
                 cases.append(KernelCase(name, correct_kernel, signature, constants, num_warps=warps, num_stages=1))
     return cases
