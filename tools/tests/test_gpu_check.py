@@ -177,6 +177,8 @@ def test_stand_ins_let_annotated_code_and_drawn_tests_load(house, add, machine):
         "tests/test_kernels_a.py",
         "import alpha\nfrom hypothesis import HealthCheck, example, given, settings\n"
         "from hypothesis import strategies as st\nimport hypothesis.strategies\n\n"
+        "checks = (*settings.get_profile('default').suppress_health_check, HealthCheck.too_slow)\n"
+        "settings.register_profile('ci', suppress_health_check=checks)\n\n"
         "@st.composite\ndef pairs(draw):\n    return draw(st.integers())\n\n"
         "@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])\n@example(1, 2)\n"
         "@given(a=st.integers(1, 3) | st.none(), b=pairs())\ndef test_drawn(a, b): ...\n\n"
