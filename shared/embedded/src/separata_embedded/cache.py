@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from separata_embedded.errors import CacheError
@@ -106,7 +106,7 @@ def cached_folder(
                 unfinished.mkdir()
                 writer(unfinished)
                 _write_manifest(unfinished, origin)
-                _force_to_disk(unfinished)
+                _force_to_disk(*unfinished.rglob("*"), unfinished)
                 unfinished.rename(folder)
                 _force_to_disk(root)
         finally:
@@ -193,7 +193,8 @@ def _write_stamp(folder: Path, stamp: Mapping[str, list[int]]) -> None:
         unfinished.write_text(json.dumps(stamp))
         unfinished.replace(folder / STAMP)
     except OSError:  # read-only or full: the next call hashes once more, nothing else
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def _write_manifest(folder: Path, origin: Mapping[str, str]) -> None:
@@ -222,8 +223,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _force_to_disk(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder] if folder.suffix == ".tmp" else [folder]:
+def _force_to_disk(*paths: Path) -> None:
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -100,19 +100,11 @@ def checked_files(wheel: ModelWheel) -> Path:
         path = folder / name
         if not path.is_file():
             raise IntegrityError(f"{path} is missing. {_how_to_reinstall(wheel)}")
-        size = path.stat().st_size
-        if size != known.size:
+        size, actual = path.stat().st_size, sha256_of(path)
+        if (size, actual) != (known.size, known.sha256):
             raise IntegrityError(
-                f"{path} has {size} bytes; the file of {wheel.requirement} has {known.size}. {_how_to_reinstall(wheel)}"
-                if size == 0
-                else f"{path} has {size} bytes and SHA-256 {sha256_of(path)}; the file of {wheel.requirement} has "
-                f"{known.size} bytes and SHA-256 {known.sha256}. {_how_to_reinstall(wheel)}"
-            )
-        actual = sha256_of(path)
-        if actual != known.sha256:
-            raise IntegrityError(
-                f"{path} has SHA-256 {actual}; the file of {wheel.requirement} has {known.sha256}. "
-                f"{_how_to_reinstall(wheel)}"
+                f"{path} has {size} bytes and SHA-256 {actual}; the file of {wheel.requirement} has {known.size} bytes "
+                f"and SHA-256 {known.sha256}. {_how_to_reinstall(wheel)}"
             )
     return folder
 

