@@ -319,6 +319,8 @@ def repository(house: Path) -> Path:
     _git(house, "init", "-q", "-b", "main")
     _git(house, "config", "user.name", "t")
     _git(house, "config", "user.email", "t@t.example")
+    for kind in ("commit", "tag"):
+        _git(house, "config", f"{kind}.gpgsign", "false")
     (house / ".gitignore").write_text("__pycache__/\ndist/\n")
     _git(house, "add", "-A")
     _git(house, "commit", "-q", "-m", "first")

@@ -39,7 +39,7 @@ from workspace import (
 )
 
 # Sessions of the noxfile that must pass, by what is released. `{name}` is the distribution.
-SHARED_CHECKS = ("lock", "lint", "types", "imports", "api", "tools", "tests({name})", "minimum({name})", "wheels")
+SHARED_CHECKS = ("lock", "lint", "types", "imports", "api", "kernels", "tests({name})", "minimum({name})", "wheels")
 PACKAGE_CHECKS = (*SHARED_CHECKS, "vendor({name})")
 NEVER_PUBLISHED = ("separata-testing",)
 

@@ -11,6 +11,7 @@ import libcst
 import pytest
 import vendor as tool
 import workspace
+from import_rewriter import ImportRewriter
 from vendor import BASE, MANIFEST, VendorError
 from workspace import Workspace
 
@@ -295,7 +296,7 @@ def test_forms_in_tests(house: Path, write: Write, statement: str, expected: str
 
 def test_rewriting_what_holds_no_import_of_ours_changes_no_byte() -> None:
     text = "import os  # a\r\n\r\nif  os :\r\n\tx = ( 1,)\r\n"
-    rewriter = tool._Rewriter(lambda name: None, {}, "x.py", (), "x", lambda name: False)
+    rewriter = ImportRewriter(lambda name: None, {}, "x.py", (), "x", lambda name: False)
     assert libcst.parse_module(text.encode()).visit(rewriter).bytes == text.encode()
 
 
