@@ -34,7 +34,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- the name that everyone gives it
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 __all__ = ["VocabStatistics", "vocab_entropy", "vocab_log_probs", "vocab_statistics", "vocab_topk"]
 
@@ -176,8 +175,9 @@ def vocab_statistics(
 ) -> VocabStatistics:
     """All of the above, in one pass over the logits.
 
-    Autocast does not apply: products are taken in the type of the inputs. Gradients are exact for `logsumexp`,
-    `log_probs` and `entropy`, once (not twice) differentiable, and computed only for the inputs that want one.
+    Autocast does not apply: products are taken in the type of the inputs. Gradients are those of `logsumexp`,
+    `log_probs` and `entropy`, computed only for the inputs that want one. There are no second derivatives (but with the
+    backend "reference"): a backward pass with `create_graph=True` raises RuntimeError.
 
     Args:
         hidden: Last hidden states, after the final norm, [..., dim].
@@ -519,10 +519,15 @@ class _VocabStatistics(torch.autograd.Function):
         return sums.peak + log_total, log_probs, entropies, top_log_probs, top_indices
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_logsumexp: Tensor | None, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
+        # torch's own once_differentiable would take the gradient for a constant wherever the upstream one is.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "vocabulary statistics have no second derivatives, which create_graph=True asks for; "
+                'backend="reference" has them'
+            )
         hidden, weight, bias, target, peak, total, weighted = ctx.saved_tensors
         temperature, softcap, kernel = ctx.settings
         head = _Head(hidden, weight, bias, temperature, softcap)
