@@ -80,17 +80,42 @@ def _is_registry(package: Mapping[str, Any]) -> bool:
     return "registry" in package.get("source", {})
 
 
-def digest(lock: Mapping[str, Any]) -> str:
-    """Hash a normalised lock.
+def digests(lock: Mapping[str, Any]) -> str:
+    """Hash a normalised lock: the whole, then each part, so that a difference can be named.
 
     Args:
         lock: What `normalise` returned.
 
     Returns:
-        `sha256:` and the digest in hexadecimal.
+        The content of `tools/lock.sha256`: `sha256:` and the digest of the lock, then a line with the first twelve
+        digits and the name for each package and each other part.
     """
-    canonical = json.dumps(lock, sort_keys=True, separators=(",", ":"), default=str)
-    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+    parts = {f"[{key}]": value for key, value in lock.items() if key != "package"}
+    for package in lock.get("package", []):
+        parts[" ".join(str(package[key]) for key in ("name", "version") if key in package)] = package
+    lines = [f"{_hash(part)[:12]} {name}" for name, part in sorted(parts.items())]
+    return "\n".join([f"sha256:{_hash(lock)}", *lines]) + "\n"
+
+
+def _hash(part: Any) -> str:
+    return hashlib.sha256(json.dumps(part, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def compare_digests(pinned: str, fresh: str) -> list[str]:
+    """Name what differs between two files of digests.
+
+    Args:
+        pinned: The committed file's content.
+        fresh: The content that a fresh resolution gives.
+
+    Returns:
+        One line per package, or other part of the lock, that differs; empty when both are the same.
+    """
+    old, new = (
+        {name: value for value, _, name in (line.partition(" ") for line in text.splitlines()[1:])}
+        for text in (pinned, fresh)
+    )
+    return [f"{name}: lock entry differs" for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
 
 
 def parse_requirements(text: str) -> dict[str, dict[str, Any]]:
@@ -141,28 +166,6 @@ def compare_requirements(pinned: str, fresh: str) -> list[str]:
             ]
             findings.append(f"{name} {versions[0]}: other {' and '.join(parts)}")
     return findings
-
-
-def compare_locks(pinned: Mapping[str, Any], fresh: Mapping[str, Any]) -> list[str]:
-    """Name the packages whose entries differ between two normalised locks.
-
-    Args:
-        pinned: The normalised lock that the committed digest belongs to.
-        fresh: The normalised lock of a fresh resolution.
-
-    Returns:
-        One line per package, or per top-level part of the lock, that differs.
-    """
-
-    def entries(lock: Mapping[str, Any]) -> dict[str, str]:
-        parts = {f"[{key}]": json.dumps(value, sort_keys=True) for key, value in lock.items() if key != "package"}
-        for package in lock.get("package", []):
-            key = " ".join(str(package[part]) for part in ("name", "version") if part in package)
-            parts[key] = json.dumps(package, sort_keys=True, default=str)
-        return parts
-
-    old, new = entries(pinned), entries(fresh)
-    return [f"{key}: lock entry differs" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
 
 
 def check_committed(name: str, text: str) -> list[str]:
@@ -255,15 +258,10 @@ def check(root: Path, lock_text: str, requirements: str) -> list[str]:
     if REQUIREMENTS in committed and committed[REQUIREMENTS] != requirements:
         differences = compare_requirements(committed[REQUIREMENTS], requirements)
         findings += differences or [f"{REQUIREMENTS}: written by hand or by another version of this script"]
-    fresh = normalise(lock_text)
-    if DIGEST in committed and committed[DIGEST].strip() != digest(fresh):
-        findings.append(f"{DIGEST} is {committed[DIGEST].strip()}, a fresh lock gives {digest(fresh)}")
-        working = root / "uv.lock"
-        # The requirements do not show who asks for what; the lock that the digest was taken from does, if it is here.
-        if working.is_file():
-            pinned = normalise(working.read_text(encoding="utf-8"))
-            if digest(pinned) == committed[DIGEST].strip():
-                findings += compare_locks(pinned, fresh)
+    fresh = digests(normalise(lock_text))
+    if DIGEST in committed and committed[DIGEST] != fresh:
+        findings += compare_digests(committed[DIGEST], fresh)
+        findings.append(f"{DIGEST} is not that of a fresh lock, {fresh.splitlines()[0]}")
     return findings
 
 
@@ -278,7 +276,7 @@ def write(root: Path, lock_text: str, requirements: str) -> None:
     Raises:
         LockError: A file that would be committed names a place to download from or is too large.
     """
-    contents = {DIGEST: digest(normalise(lock_text)) + "\n", REQUIREMENTS: requirements}
+    contents = {DIGEST: digests(normalise(lock_text)), REQUIREMENTS: requirements}
     findings = [finding for path, text in contents.items() for finding in check_committed(str(path), text)]
     if findings:
         raise LockError(findings[0])
