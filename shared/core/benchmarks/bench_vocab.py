@@ -42,16 +42,8 @@ class Case:
 
 
 CPU_CASES = [
-    Case(task, dtype)
-    for task, dtype in [
-        ("log_probs", "float32"),
-        ("train", "float32"),
-        ("log_probs", "bfloat16"),
-        ("train", "bfloat16"),
-        ("hidden", "float32"),
-        ("entropy", "float32"),
-        ("topk", "float32"),
-    ]
+    *(Case(task, dtype) for dtype in ("float32", "bfloat16") for task in ("log_probs", "train")),
+    *(Case(task, "float32", tokens=1024) for task in ("hidden", "entropy", "topk")),
 ]
 GPU_CASES = [
     Case(task, dtype, **shape)

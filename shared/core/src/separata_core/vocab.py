@@ -39,8 +39,9 @@ __all__ = ["VocabStatistics", "vocab_entropy", "vocab_log_probs", "vocab_statist
 
 Backend = Literal["auto", "triton", "torch", "reference"]
 
+# Tiles of 2048 by 2048 stay in a processor's cache; an accelerator needs larger ones to be busy.
 TILE_ELEMENTS = 2**22
-ACCELERATOR_TILE_ELEMENTS = 2**26
+ACCELERATOR_TILE_ELEMENTS = 2**24
 
 # exp of this is 0 in every type, so replacing a lower exponent by it changes nothing but 0 * -inf, which is NaN.
 LOWEST_EXPONENT = -1e4
@@ -334,9 +335,8 @@ def _sums_of_tiles(head: _Head, target: Tensor | None, entropy: bool, top_k: int
     tiles = _Tiles(head)
     tokens = len(head.hidden)
     new = head.hidden.new_zeros
-    sums = _Sums(
-        new(tokens, dtype=head.sum_dtype).fill_(-math.inf), *(new(tokens, dtype=head.sum_dtype) for _ in "SQt")
-    )
+    zeros = new((3, tokens), dtype=head.sum_dtype)
+    sums = _Sums(torch.full_like(zeros[0], -math.inf), *zeros)
     top_logits = new((tokens, top_k), dtype=head.sum_dtype)
     top_indices = new((tokens, top_k), dtype=torch.long)
     for columns in tiles.columns:
