@@ -191,12 +191,14 @@ def _project(member: workspace.Member) -> Iterator[Finding]:
 
 
 def _line(file: Path, key: str) -> int:
-    """Line of a dotted key in a TOML file written the usual way, or 0."""
+    """Line of a dotted key, or of the heading of a table, in a TOML file written the usual way; or 0."""
     table, _, name = key.rpartition(".")
     current = ""
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if heading := re.match(r"\[([^\[\]]+)\]", line):
             current = heading[1]
+            if current == key:
+                return number
         elif current == table and re.match(rf"{re.escape(name)}\s*=", line):
             return number
     return 0
@@ -212,7 +214,7 @@ def _requirements(member: workspace.Member) -> Iterator[Finding]:
             try:
                 requirement = Requirement(text)
             except InvalidRequirement as error:
-                yield file, number, f"{text!r} in {table} is no requirement: {error}"
+                yield file, number, f"{text!r} in {table} is no requirement: {str(error).splitlines()[0]}"
                 continue
             yield from ((file, number, what) for what in _requirement(member, requirement, table, lines, number))
 
