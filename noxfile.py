@@ -23,7 +23,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from workspace import Member, Workspace  # noqa: E402  (it lies in tools/, which is on the path only from here on)
+from workspace import Member, Workspace, blocker  # noqa: E402  (it lies in tools/, which is on the path only from here on)
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "none"  # uv makes the environments, see environment()
@@ -186,7 +186,7 @@ def kernels(session: nox.Session) -> None:
     bin_ = everything(session)
     files = [str(path) for member in HOUSE.members for path in sorted(member.tests.glob("test_kernels_*.py"))]
     if files:
-        pytest(session, bin_ / "python", "--import-mode=importlib", *files, TRITON_INTERPRET="1")
+        pytest(session, bin_ / "python", "--import-mode=importlib", "--must-run=kernel", *files, TRITON_INTERPRET="1")
     tool(session, bin_, "compile_kernels.py", "--out", str(BUILD / "kernels.json"))
 
 
@@ -290,10 +290,15 @@ def vendor(session: nox.Session, member: Member) -> None:
         session, member.name, "--package", member.name, "--all-extras", "--group", "test", "--no-editable", *OURS
     )
     tool_bin = environment(session, "tools", "--only-group", "tools")
+    blocked = [m.module for m in HOUSE.members if m.name != "separata-testing"]
     with tempfile.TemporaryDirectory(prefix="separata-") as folder:
-        tool(session, tool_bin, "vendor.py", member.name, "--into", folder)
+        options = ["--into", folder, "--namespace", "vendored", "--python", str(bin_ / "python")]
+        tool(session, tool_bin, "vendor.py", member.name, *options)
+        Path(folder, "sitecustomize.py").write_text(blocker(blocked))
         with session.chdir(folder):
-            pytest(session, bin_ / "python", ".")
+            # No coverage here: --typecheck names the copy, whose annotations would else go unchecked.
+            checked = f"--typecheck=vendored.{member.module}"
+            pytest(session, bin_ / "python", checked, f"vendored/{member.module}/tests", PYTHONPATH=folder)
 
 
 @nox.session
@@ -301,7 +306,7 @@ def real(session: nox.Session) -> None:
     """The tests on real models, of all members in one run and one environment."""
     bin_ = everything(session)
     folders = [str(m.tests) for m in HOUSE.members if m.tests.is_dir()]
-    pytest(session, bin_ / "python", "--import-mode=importlib", "-m", "real_model", *folders)
+    pytest(session, bin_ / "python", "--import-mode=importlib", "--must-run=real_model", "-m", "real_model", *folders)
 
 
 @nox.session
@@ -341,7 +346,7 @@ def vllm(session: nox.Session) -> None:
     files = [str(path) for member in HOUSE.members for path in sorted(member.tests.glob("test_vllm_*.py"))]
     # One process: the engine has its own workers, and takes the machine's memory.
     pytest(
-        session, python, "--import-mode=importlib", "-n", "0", *files,
+        session, python, "--import-mode=importlib", "--must-run=vllm", "-n", "0", *files,
         VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING", OMP_NUM_THREADS=str(os.cpu_count()),
     )  # fmt: skip
 
