@@ -39,6 +39,7 @@ def test_annotations_are_checked_and_kernels_are_not(pytester):
     (package / "kernels" / "__init__.py").write_text("")
     (package / "kernels" / "add.py").write_text(function)
     (pytester.path / "vendored_kernels.py").write_text(function)
+    pytester.makeconftest("import under_test.lazy  # the hook must be there before any conftest")
     pytester.makepyfile(
         """
         import pytest
