@@ -2,7 +2,8 @@
 
 Peers: plain `scaled_dot_product_attention` (what the bias costs), the same with the bias as an additive mask, and the
 eager form that multiplies and renormalises materialised weights. All are timed in turn within one run, and the figure
-is the median of the ratios.
+is the median of the ratios. On a CPU one thread runs and its processor time is taken, so that other work on the machine
+does not count.
 
     python shared/core/benchmarks/bench_attention.py --seconds 20 --json attention.json
 """
@@ -88,12 +89,14 @@ def _decode(length: int, batch: int, device: str, dtype: torch.dtype) -> dict[st
 
 def _times(calls: dict[str, Callable[[], Tensor]], seconds: float, device: str) -> list[dict[str, float]]:
     def once(call: Callable[[], Tensor]) -> float:
-        if device != "cpu":
-            torch.cuda.synchronize()
+        if device == "cpu":
+            start = time.process_time()
+            call()
+            return time.process_time() - start
+        torch.cuda.synchronize()
         start = time.perf_counter()
         call()
-        if device != "cpu":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         return time.perf_counter() - start
 
     for call in calls.values():
@@ -120,6 +123,17 @@ def run(device: str, seconds: float) -> list[dict[str, Any]]:
         Entries with name, value (median seconds of ours), unit, peer, and ratio (median over rounds; the peer's time
         over ours, except against plain attention, where it is ours over the peer's: what the bias costs).
     """
+    cpu = device == "cpu"
+    threads = torch.get_num_threads()
+    if cpu:
+        torch.set_num_threads(1)
+    try:
+        return _run(device, seconds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(device: str, seconds: float) -> list[dict[str, Any]]:
     cpu = device == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
     batch = 1 if cpu else 16

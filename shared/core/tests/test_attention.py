@@ -238,8 +238,10 @@ class TestStatedValues:
             )
             torch.testing.assert_close(step, whole[:, :, row : row + 1], atol=1e-12, rtol=1e-12)
 
-    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 2e-2)])
-    def test_half_precision(self, backend: Any, dtype: torch.dtype, tolerance: float) -> None:
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 4e-3), (torch.bfloat16, 2e-2)]
+    )
+    def test_lower_precision(self, backend: Any, dtype: torch.dtype, tolerance: float) -> None:
         query, key, value = qkv(2, 4, 2, 33, 33, 16, dtype=dtype)
         bias = torch.tensor([0.7, -0.7, 2.0, -1.3])
         result = attention_with_key_bias(query, key, value, bias, is_causal=True, backend=backend)
@@ -581,9 +583,8 @@ class TestGradients:
 
         assert torch.autograd.gradgradcheck(run, inputs)
         result = attention_with_key_bias(*inputs, is_causal=True, backend="correction")
-        (first,) = torch.autograd.grad(result.square().sum(), inputs[0], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            first.sum().backward()
+        with pytest.raises(RuntimeError, match=r"no second derivatives.*backend='bias' has them"):
+            torch.autograd.grad(result.sum(), inputs[0], create_graph=True)
 
     def test_through_a_learned_mask(self) -> None:
         query, key, value = qkv(1, 2, 1, 3, 3, 2)

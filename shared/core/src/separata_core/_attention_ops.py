@@ -145,9 +145,14 @@ class CorrectedAttention(torch.autograd.Function):
         return corrected
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key, value and key_bias."""
+        # torch's once_differentiable would take the gradient for a constant wherever the upstream one is.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the closed form of attention with a key bias has no second derivatives, which create_graph=True asks "
+                "for; backend='bias' has them"
+            )
         query, key, value, key_bias, corrected, weight, lse, *more = ctx.saved_tensors
         mask = more.pop(0) if ctx.has_mask else None
         key_index = more.pop(0) if ctx.index_tensor else ctx.key_index

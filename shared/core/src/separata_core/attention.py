@@ -61,6 +61,7 @@ def attention_with_key_bias(
     - `augmented`: one more (in 16 bit, three more) query and key dimension that carries the bias. Any bias, any kernel.
     - `correction`: an unmodified kernel that returns its log-sum-exp, then the closed form. For biases of at least
       `closed_form_floor(dtype)`: below it, where the key holds almost all weight, the closed form cancels digits.
+      Its gradients are exact, of first order only: `create_graph=True` raises RuntimeError.
     - `triton`: the same, the closed form in one kernel. CUDA (or Triton's interpreter), without gradients.
     - `auto`: `triton` or `correction` where possible and accurate, else whichever of `augmented` and `bias` allocates
       less.
