@@ -5,7 +5,7 @@ from separata_embedded import smollm2_folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.real_model]
 
-PROMPTS = ["The capital of France is", "Water freezes at", "One, two, three, four,"]
+PROMPTS = ["The capital of France is", "Water freezes at", "Chapter    10: 1, 2, 3, 4,"]
 LENGTH = 8
 
 
