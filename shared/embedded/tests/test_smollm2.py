@@ -92,6 +92,11 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture
+def gguf_reader_of_transformers():
+    pytest.importorskip("accelerate", reason="transformers reads GGUF only with accelerate")
+
+
 def inputs():
     return torch.tensor([[1, 10, 20, 30, 40, 2]])
 
@@ -124,7 +129,7 @@ def test_folder_holds_what_transformers_and_vllm_look_for(pretend, cache, dtype)
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
 
 
-def test_logits_are_those_of_the_gguf_file(pretend, cache):
+def test_logits_are_those_of_the_gguf_file(pretend, cache, gguf_reader_of_transformers):
     from transformers import AutoModelForCausalLM
 
     direct = AutoModelForCausalLM.from_pretrained(pretend.parent, gguf_file=pretend.name, dtype=torch.float32)
@@ -135,7 +140,7 @@ def test_logits_are_those_of_the_gguf_file(pretend, cache):
         torch.testing.assert_close(model(inputs()).logits, direct(inputs()).logits, rtol=0, atol=0)
 
 
-def test_an_output_projection_of_its_own(tmp_path):
+def test_an_output_projection_of_its_own(tmp_path, gguf_reader_of_transformers):
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     write_gguf(tmp_path / "untied.gguf", tied=False)
