@@ -4,6 +4,7 @@ import inspect
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -804,6 +805,28 @@ class TestKernelsOfTorch:
         assert torch.autograd.gradcheck(lambda *args: attention_with_key_bias(*args, **run), inputs)
         with pytest.raises(ValueError, match="log-sum-exp"):
             attention_with_key_bias(*inputs, attention_mask=torch.ones(4, 4, dtype=torch.bool), backend="correction")
+
+    @pytest.mark.parametrize(
+        ("rows", "masked", "causal", "expected"),
+        [
+            (8, False, True, [ops.CUDA_FLASH, ops.CUDA_EFFICIENT]),
+            (8, True, False, [ops.CUDA_EFFICIENT]),
+            (5, False, False, [ops.CUDA_FLASH, ops.CUDA_EFFICIENT]),
+            # The flash kernel would count a causal mask that is not square from the last row.
+            (5, False, True, [ops.CUDA_EFFICIENT]),
+        ],
+    )
+    def test_choice_on_cuda(
+        self, rows: int, masked: bool, causal: bool, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *args: args)
+        for name in ("can_use_flash_attention", "can_use_efficient_attention"):
+            monkeypatch.setattr(torch.backends.cuda, name, lambda params: True)
+        query, key, value = qkv(1, 4, 2, rows, 8, 8)
+        # Enough of a tensor on a device that is not there.
+        placed: Any = SimpleNamespace(device=torch.device("cuda"), shape=query.shape)
+        mask = torch.zeros(rows, 8) if masked else None
+        assert inspect.unwrap(ops._candidates)(placed, key, value, mask, causal) == expected
 
     @pytest.mark.parametrize("kernel", [ops.CUDA_FLASH, ops.CUDA_EFFICIENT], ids=lambda kernel: kernel.name)
     @pytest.mark.parametrize("masked", [False, True])
