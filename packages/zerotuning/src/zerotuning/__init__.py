@@ -1,17 +1,33 @@
 """Re-weight the attention to the initial token of a frozen language model, per head."""
 
-from zerotuning.adapter import apply, attach, detach
-from zerotuning.calibrate import DEFAULT_GRID, CalibrationResult, HeadProfile, calibrate
-from zerotuning.config import ModelId, ZeroTuningConfig
-from zerotuning.evaluate import Evaluation, evaluate
-from zerotuning.metrics import PairedComparison, Proportion, Scores
-from zerotuning.operator import reweight
-from zerotuning.tasks import TASKS, Example, TaskSpec
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerotuning.adapter import apply, attach, detach
+    from zerotuning.calibration import DEFAULT_GRID, CalibrationResult, CurvePoint, HeadProfile, calibrate
+    from zerotuning.config import ModelId, ZeroTuningConfig
+    from zerotuning.evaluation import Evaluation, evaluate
+    from zerotuning.metrics import PairedComparison, Proportion, Scores
+    from zerotuning.operator import reweight
+    from zerotuning.tasks import TASKS, Example, TaskSpec
+
+# Looked up on first use, so that the command line can say how torch is to wait before torch is loaded.
+_MODULES = {
+    "adapter": ("apply", "attach", "detach"),
+    "calibration": ("DEFAULT_GRID", "CalibrationResult", "CurvePoint", "HeadProfile", "calibrate"),
+    "config": ("ModelId", "ZeroTuningConfig"),
+    "evaluation": ("Evaluation", "evaluate"),
+    "metrics": ("PairedComparison", "Proportion", "Scores"),
+    "operator": ("reweight",),
+    "tasks": ("TASKS", "Example", "TaskSpec"),
+}
 
 __all__ = [
     "DEFAULT_GRID",
     "TASKS",
     "CalibrationResult",
+    "CurvePoint",
     "Evaluation",
     "Example",
     "HeadProfile",
@@ -28,3 +44,14 @@ __all__ = [
     "evaluate",
     "reweight",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -437,7 +437,8 @@ def _check_supported(model: nn.Module, decoder: Any) -> None:
 def _not_wrappable(model: nn.Module, implementation: str) -> ValueError:
     return ValueError(
         f"the attention of {type(model).__name__} ({implementation}) cannot be wrapped: it must go through the "
-        'attention interface of transformers; load a model class of transformers, with attn_implementation="eager" (or "sdpa")'
+        "attention interface of transformers; load a model class of transformers, with "
+        'attn_implementation="eager" (or "sdpa")'
     )
 
 

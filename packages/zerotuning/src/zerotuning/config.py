@@ -19,6 +19,8 @@ from torch import Tensor, nn
 SCHEMA = "zerotuning/config"
 SCHEMA_VERSION = 1
 
+_LEAST_LOG_GAMMA = 1e-8
+
 Granularity = Literal["uniform", "head_index"]
 
 
@@ -104,10 +106,7 @@ class ZeroTuningConfig:
         Raises:
             ValueError: A wrong shape, a factor that is not finite, an unknown granularity or mode.
         """
-        if self.mode != "exact":
-            raise ValueError(f"mode={self.mode!r} is not offered; the only mode is 'exact'")
-        if self.granularity not in ("uniform", "head_index"):
-            raise ValueError(f"granularity={self.granularity!r} is not offered; use 'uniform' or 'head_index'")
+        _check_options(self.mode, self.granularity)
         expected = (self.model_id.layers, self.model_id.query_heads)
         if tuple(self.log_gamma.shape) != expected:
             raise ValueError(
@@ -120,6 +119,8 @@ class ZeroTuningConfig:
                 f"log_gamma of layer {layer}, head {head} is {log_gamma[layer, head].item()}; "
                 "every gamma must be finite and above 0"
             )
+        # Below what float32 tells from gamma = 1, and what the file could not give back bit for bit.
+        log_gamma[log_gamma.abs() < _LEAST_LOG_GAMMA] = 0.0
         object.__setattr__(self, "log_gamma", log_gamma)
         object.__setattr__(self, "meta", dict(self.meta))
 
@@ -299,7 +300,7 @@ class ZeroTuningConfig:
         """
         try:
             body = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a complete JSON file ({error}); it may be truncated") from None
         if not isinstance(body, dict) or body.get("schema") != SCHEMA:
             raise ValueError(f"{path} is no zerotuning configuration: its 'schema' is not {SCHEMA!r}")
@@ -317,6 +318,13 @@ class ZeroTuningConfig:
         for layer, head, gamma in body["gamma"]:
             log_gamma[layer, head] = _log_of(gamma, f"layer {layer}, head {head}")
         return cls(log_gamma, identity, body["granularity"], body["mode"], body["meta"])
+
+
+def _check_options(mode: str, granularity: str) -> None:
+    if mode != "exact":
+        raise ValueError(f"mode={mode!r} is not offered; the only mode is 'exact'")
+    if granularity not in ("uniform", "head_index"):
+        raise ValueError(f"granularity={granularity!r} is not offered; use 'uniform' or 'head_index'")
 
 
 def write_atomically(path: Path, text: str) -> None:

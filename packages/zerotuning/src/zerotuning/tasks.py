@@ -206,21 +206,18 @@ def is_one_token(task: TaskSpec, tokens: Sequence[Sequence[int]]) -> bool:
     return False
 
 
-_SENTIMENT = (
-    "Decide whether the {what} below is positive or negative. Reply with one word: positive or negative.\n"
-    "{What}: {{text}}\nAnswer:"
-)
+_SENTIMENT = "Choose the sentiment of the {what}: negative or positive.\n{short}: {{text}}\nAnswer:"
 
 TASKS: Mapping[str, TaskSpec] = {
     "sst2": TaskSpec(
         name="sst2",
-        template=_SENTIMENT.format(what="sentence", What="Sentence"),
+        template=_SENTIMENT.format(what="sentence", short="Sentence"),
         labels=("negative", "positive"),
         text_column="sentence",
     ),
     "mr": TaskSpec(
         name="mr",
-        template=_SENTIMENT.format(what="review", What="Review"),
+        template=_SENTIMENT.format(what="movie review", short="Review"),
         labels=("negative", "positive"),
     ),
 }

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch import nn
 
 from zerotuning.config import ModelId, ZeroTuningConfig
-from zerotuning.evaluate import Predictions, ProgressBar, Scorer
+from zerotuning.evaluation import Predictions, ProgressBar, Scorer
 from zerotuning.metrics import Scores
 from zerotuning.tasks import Example, TaskSpec, check_examples
 

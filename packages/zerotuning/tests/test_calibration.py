@@ -1,0 +1,266 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from tiny_task import TASK, examples, talkative_model, word_tokenizer
+from zerotuning import DEFAULT_GRID, HeadProfile, ZeroTuningConfig, calibrate
+from zerotuning.calibration import PointLog
+from zerotuning.evaluation import Predictions, Scorer
+
+DATA = examples()
+
+
+def run(model=None, **options):
+    return calibrate(model or talkative_model(), word_tokenizer(), options.pop("data", DATA), TASK, **options)
+
+
+def accuracy(model, config, data=DATA):
+    answers = Scorer(model, word_tokenizer(), TASK, [each.text for each in data]).predict([config])[0]
+    return answers.scores(data).accuracy.value
+
+
+def test_uniform_takes_the_best_of_the_grid():
+    model = talkative_model()
+    result = run(model, grid=[0.2, 0.5, 3.0, 8.0])
+    values = {gamma: accuracy(model, ZeroTuningConfig.uniform(model, gamma)) for gamma in (0.2, 0.5, 1.0, 3.0, 8.0)}
+    assert {point.gamma: point.scores.accuracy.value for point in result.curve} == values
+    assert values[result.gamma] == max(values.values())
+    assert result.config == ZeroTuningConfig.uniform(model, result.gamma)
+    assert result.config.meta["calibration"]["vanilla"] == values[1.0]
+    assert any("only 24 examples" in each for each in result.warnings)
+
+
+def test_ties_go_to_the_gamma_nearest_one():
+    # Factors that nothing can tell apart.
+    result = run(grid=[0.999999, 1.000001])
+    assert result.gamma == 1.0
+    assert result.config.is_identity
+
+
+def test_edge_of_the_grid_is_told():
+    model = talkative_model()
+    values = {gamma: accuracy(model, ZeroTuningConfig.uniform(model, gamma)) for gamma in (0.01, 0.1, 1.0, 10.0, 100.0)}
+    best = max(values, key=values.get)
+    assert values[best] > values[1.0]
+    result = run(model, grid=[best])
+    assert result.gamma == best
+    assert any("edge of the grid" in each for each in result.warnings)
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_profile_probes_each_head_alone(together):
+    model = talkative_model()
+    result = run(model, heads="profile", grid=[0.3, 3.0], configs_per_pass=together)
+    base = accuracy(model, ZeroTuningConfig.uniform(model, 1.0))
+    for head, delta in enumerate(result.profile.deltas):
+        assert delta == pytest.approx(accuracy(model, ZeroTuningConfig.uniform(model, 2.0, heads=[head])) - base)
+    chosen = result.profile.select(0.4)
+    wanted = {1.0, 3.0} if set(chosen.values()) == {1} else {0.3, 1.0}
+    assert {point.gamma for point in result.curve} == (wanted if chosen else {1.0})
+    touched = set(result.config.log_gamma.abs().amax(dim=0).nonzero().flatten().tolist())
+    assert touched in (set(), set(chosen))
+
+
+def test_both_directions_get_inverse_factors():
+    model = talkative_model()
+    result = run(model, heads="profile", combine="both", p=1.0, grid=[0.5, 2.0, 4.0], gamma_probe=4.0)
+    assert min(point.gamma for point in result.curve) == 1
+    chosen = result.profile.select(1.0, "both")
+    config = ZeroTuningConfig.per_head(
+        model, {head: result.gamma if sign > 0 else 1 / result.gamma for head, sign in chosen.items()}
+    )
+    assert result.config == config
+
+
+def test_chosen_layers_and_metric():
+    result = run(layers=[1], grid=[3.0, 6.0], metric="constrained_accuracy")
+    assert set(result.config.layers) <= {1}
+    assert result.to_json()["metric"] == "constrained_accuracy"
+
+
+PROFILE = HeadProfile(2.0, 0.5, (0.10, -0.04, 0.01, 0.06, -0.20, 0.0, 0.03, -0.01, 0.02, 0.05), tolerance=0.01)
+
+
+def test_kinds_of_heads():
+    assert [PROFILE.kind(head) for head in range(10)] == [
+        "up",
+        "down",
+        "neutral",
+        "up",
+        "down",
+        "neutral",
+        "up",
+        "neutral",
+        "up",
+        "up",
+    ]
+    # Probed downwards, what falls wants more.
+    assert HeadProfile(0.5, 0.5, (-0.1, 0.1), 0.01).kind(0) == "up"
+
+
+def test_selection():
+    # Top four of each type: up 0.10 0.06 0.05 0.03 (mean 0.06), down 0.20 0.04 (mean 0.12).
+    assert PROFILE.select(0.4) == {4: -1, 1: -1}
+    assert PROFILE.select(0.4, "up") == {0: 1, 3: 1, 9: 1, 6: 1}
+    assert PROFILE.select(0.2, "up") == {0: 1, 3: 1}
+    assert PROFILE.select(0.3, "both") == {4: -1, 0: 1, 3: 1}
+    assert PROFILE.select(0.01, "down") == {4: -1}
+    assert HeadProfile(2.0, 0.5, (0.0, 0.01), 0.01).select() == {}
+    with pytest.raises(ValueError, match="p is 0"):
+        PROFILE.select(0)
+    with pytest.raises(ValueError, match=r"p is 1\.5"):
+        PROFILE.select(1.5)
+
+
+def test_nothing_effective_scales_nothing():
+    # A factor that changes no answer makes every head neutral.
+    result = run(heads="profile", gamma_probe=1.000001)
+    assert result.config.is_identity
+    assert any("nothing is scaled" in each for each in result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grid": [0.0]}, "grid contains"),
+        ({"grid": [float("nan")]}, "grid contains"),
+        ({"gamma_probe": 1.0}, "gamma_probe is 1.0"),
+        ({"configs_per_pass": 0}, "configs_per_pass is 0"),
+        ({"data": []}, "empty"),
+        ({"data": DATA[::2]}, "have the label"),
+    ],
+)
+def test_bad_input(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(**options)
+
+
+def test_default_grid_is_symmetric_about_one():
+    assert 1.0 in DEFAULT_GRID
+    assert list(DEFAULT_GRID) == sorted(DEFAULT_GRID)
+    assert DEFAULT_GRID[0] * DEFAULT_GRID[-1] == pytest.approx(1)
+
+
+class TestPointLog:
+    HEADER: ClassVar[dict[str, str]] = {"run": "mine"}
+
+    def test_points_are_found_again(self, tmp_path):
+        path = tmp_path / "points.jsonl"
+        with PointLog(path, self.HEADER) as log:
+            log.append("a", Predictions((0, 1), (1, 1)))
+        with PointLog(path, self.HEADER) as log:
+            assert log.get("a") == Predictions((0, 1), (1, 1))
+            assert log.get("b") is None
+            assert list(log) == ["a"]
+
+    def test_half_a_line_is_dropped(self, tmp_path):
+        path = tmp_path / "points.jsonl"
+        with PointLog(path, self.HEADER) as log:
+            log.append("a", Predictions((0,), (0,)))
+        whole = path.read_bytes()
+        path.write_bytes(whole + b'{"config": "b", "par')
+        with PointLog(path, self.HEADER) as log:
+            assert list(log) == ["a"]
+        assert path.read_bytes() == whole
+
+    def test_other_files_are_refused(self, tmp_path):
+        path = tmp_path / "points.jsonl"
+        with PointLog(path, self.HEADER):
+            pass
+        with pytest.raises(ValueError, match=r"another run \(different run\)"), PointLog(path, {"run": "yours"}):
+            pass
+        path.write_text('{"schema": "something"}\n')
+        with pytest.raises(ValueError, match="no file of calibration points"), PointLog(path, self.HEADER):
+            pass
+
+    @pytest.mark.parametrize("line", ["not json", '{"parsed": []}', "[]", '{"config": "x", "parsed": 3}'])
+    def test_damage_inside_is_refused(self, tmp_path, line):
+        path = tmp_path / "points.jsonl"
+        with PointLog(path, self.HEADER):
+            pass
+        path.write_text(path.read_text() + line + "\n")
+        with pytest.raises(ValueError, match="line 2, is damaged"), PointLog(path, self.HEADER):
+            pass
+
+
+def test_resume_computes_nothing_twice(tmp_path, monkeypatch):
+    points = tmp_path / "points.jsonl"
+    first = run(grid=[0.5, 2.0], resume=points)
+    calls = []
+    original = Scorer.predict
+    monkeypatch.setattr(
+        Scorer, "predict", lambda self, configs, **k: calls.append(configs) or original(self, configs, **k)
+    )
+    second = run(grid=[0.5, 2.0], resume=points)
+    assert calls == []
+    assert second.to_json() == first.to_json()
+    run(grid=[0.5, 2.0, 4.0], resume=points)
+    assert [len(each) for each in calls] == [1]
+
+
+def test_resume_of_another_run_is_refused(tmp_path):
+    points = tmp_path / "points.jsonl"
+    run(grid=[2.0], resume=points)
+    with pytest.raises(ValueError, match="different data"):
+        run(grid=[2.0], resume=points, data=examples(seed=1))
+    other = talkative_model()
+    with torch.no_grad():
+        next(other.parameters()).flatten()[0] += 1
+    with pytest.raises(ValueError, match="different weights"):
+        run(other, grid=[2.0], resume=points)
+
+
+_SCRIPT = """
+import sys, time
+sys.path.insert(0, {here!r})
+from tiny_task import *
+from zerotuning import calibration
+original = calibration.PointLog.append
+def slowly(self, *args):
+    original(self, *args)
+    time.sleep(0.2)
+calibration.PointLog.append = slowly
+calibration.calibrate(talkative_model(), word_tokenizer(), examples(), TASK, heads="profile", gamma_probe=4.0,
+                      grid=[1.5, 2, 3, 0.3, 0.5], resume=sys.argv[1])
+"""
+
+
+def test_killed_run_resumes_with_nothing_lost_or_doubled(tmp_path):
+    points = tmp_path / "points.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    options = {"heads": "profile", "gamma_probe": 4.0, "grid": [1.5, 2, 3, 0.3, 0.5]}
+    expected = run(resume=whole, **options)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    script = _SCRIPT.format(here=str(Path(__file__).parent))
+    process = subprocess.Popen([sys.executable, "-c", script, str(points)], env=environment, start_new_session=True)
+    end = time.monotonic() + 60
+    while not points.exists() or points.read_bytes().count(b"\n") < 4:
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    left = points.read_bytes()
+    assert left.count(b"\n") < whole.read_bytes().count(b"\n")
+    assert run(resume=points, **options).to_json() == expected.to_json()
+    # In the order of the whole run, so nothing was done twice and nothing is missing.
+    assert points.read_bytes() == whole.read_bytes()
+    assert points.read_bytes().startswith(left)
+
+
+def test_progress_goes_to_standard_error(capsys):
+    run(grid=[2.0], progress=True)
+    captured = capsys.readouterr()
+    assert "calibrate: 100%" in captured.err
+    assert captured.out == ""
+
+
+def test_result_is_json():
+    assert json.loads(json.dumps(run(heads="profile", grid=[2.0]).to_json(), allow_nan=False))["profile"]["kinds"]

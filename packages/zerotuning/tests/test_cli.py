@@ -1,0 +1,140 @@
+import json
+
+import pytest
+import zerotuning
+from separata_testing.suites import CommandLine
+from tiny_task import TASK, examples, talkative_model, word_tokenizer
+from zerotuning import ZeroTuningConfig
+from zerotuning.cli import run
+
+OPTIONS = ["--template", TASK.template, "--labels", "yes,no", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, data and a configuration on the disk."""
+    place = tmp_path_factory.mktemp("cli")
+    model = talkative_model()
+    model.save_pretrained(place / "model")
+    word_tokenizer().save_pretrained(place / "model")
+    rows = [{"text": each.text, "label": TASK.labels[each.label]} for each in examples()]
+    (place / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ZeroTuningConfig.per_head(model, {1: 3.0}).save(place / "config.json")
+    return place
+
+
+def on(folder, *arguments):
+    return [*arguments, "--model", str(folder / "model"), "--data", str(folder / "data.jsonl"), *OPTIONS]
+
+
+def output(capsys, arguments):
+    code = run(arguments)
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return captured
+
+
+def test_calibrate_then_eval_then_show(folder, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    points = tmp_path / "points.jsonl"
+    command = on(folder, "calibrate", "--out", str(out), "--grid", "0.2,3,8", "--heads", "uniform")
+    captured = output(capsys, [*command, "--resume", str(points)])
+    assert "calibration chose gamma" in captured.out
+    assert "calibrate: 100%" in captured.err
+    as_json = json.loads(output(capsys, [*command, "--json", "--resume", str(points)]).out)
+    assert [point["gamma"] for point in as_json["curve"]] == [0.2, 1, 3, 8]
+    assert ZeroTuningConfig.load(out).meta["calibration"]["gamma"] == as_json["gamma"]
+
+    shown = output(capsys, on(folder, "eval", "--config", str(out))).out
+    for line in ("accuracy over all items", "answers that parse", "accuracy among parsed", "label-constrained"):
+        assert line in shown
+    numbers = json.loads(output(capsys, on(folder, "eval", "--config", str(out), "--json", "--limit", "10")).out)
+    assert numbers["vanilla"]["accuracy"]["total"] == 10
+
+    assert "mode exact" in output(capsys, ["show", str(out)]).out
+    gamma = json.loads(output(capsys, ["show", str(out), "--json"]).out)["gamma"]
+    assert len(gamma) == 3
+    assert len(gamma[0]) == 4
+
+
+def test_profile(folder, tmp_path, capsys):
+    command = on(folder, "calibrate", "--out", str(tmp_path / "o.json"), "--grid", "0.5,2", "--json")
+    assert len(json.loads(output(capsys, command).out)["profile"]["deltas"]) == 4
+
+
+def test_generate_sets_the_two_beside_each_other(folder, capsys):
+    arguments = ["generate", "w1 w2 w3", "--model", str(folder / "model"), "--config", str(folder / "config.json")]
+    arguments += ["--dtype", "float32", "--max-new-tokens", "4"]
+    texts = json.loads(output(capsys, [*arguments, "--json"]).out)
+    assert set(texts) == {"vanilla", "tuned"}
+    assert "tuned: " in output(capsys, arguments).out
+
+
+def test_show_names_heads(folder, capsys):
+    assert "head   1: gamma 3" in output(capsys, ["show", str(folder / "config.json")]).out
+
+
+def test_demo_on_given_texts(folder, tmp_path, capsys, monkeypatch):
+    import separata_embedded
+    from separata_embedded import RatedText, RatedTexts
+
+    texts = [RatedText(str(i), 2.0 if each.label else -2.0, each.text) for i, each in enumerate(examples(60))]
+    monkeypatch.setattr(separata_embedded, "rated_texts", lambda name: RatedTexts(name, "ours", tuple(texts)))
+    out = tmp_path / "demo.json"
+    arguments = ["demo", "--model", str(folder / "model"), "--dtype", "float32", "--calibration", "12", "--test", "20"]
+    shown = output(capsys, [*arguments, "--out", str(out)]).out
+    assert "film reviews (ours)" in shown
+    assert "calibrated on 12 texts, evaluated on 20 others" in shown
+    assert str(out) in shown
+    result = json.loads(output(capsys, [*arguments, "--out", str(out), "--json", "--heads", "uniform"]).out)
+    assert result["data"] == {"source": "film reviews (ours)", "calibration": 12, "test": 20}
+    assert result["verdict"] in ("helped", "hurt", "no difference shown")
+    assert result["profile"] is None if "profile" in result else result["calibration"]["profile"] is None
+    ZeroTuningConfig.load(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["show", "{folder}/missing.json"], 1, "error: "),
+        (["show", "{folder}/data.jsonl"], 1, "error: "),
+        (["eval", "--data", "{folder}/missing.jsonl", "--config", "{folder}/config.json"], 1, "error: "),
+        (["calibrate", "--data", "{folder}/data.jsonl", "--out", "o", "--heads", "some"], 2, "none of profile"),
+        (["calibrate", "--data", "{folder}/data.jsonl", "--out", "o", "--grid", "1,x"], 2, "no list of numbers"),
+        (["calibrate", "--data", "{folder}/data.jsonl", "--out", "o", "--task", "x"], 2, "none of sst2"),
+        (["demo", "--heads", "some"], 2, "none of profile"),
+        (["demo", "--model", "{folder}/model", "--dtype", "int8"], 2, "none of float32"),
+        (["demo", "--model", "{folder}/model", "--calibration", "13", "--dtype", "float32"], 1, "error: "),
+    ],
+)
+def test_what_goes_wrong(folder, capsys, monkeypatch, arguments, code, message):
+    import separata_embedded
+    from separata_embedded import RatedTexts
+
+    monkeypatch.setattr(separata_embedded, "rated_texts", lambda name: RatedTexts(name, "none", ()))
+    assert run([each.format(folder=folder) for each in arguments]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+class TestCommandLine(CommandLine):
+    package = zerotuning
+    help_for = ((), ("demo",), ("calibrate",), ("eval",), ("show",), ("generate",))
+
+    def _config(self, folder):
+        path = folder / "config.json"
+        ZeroTuningConfig.uniform(zerotuning.ModelId("llama", "", 2, 4, 2), 2.0).save(path)
+        return str(path)
+
+    def succeeding(self, folder):
+        return [["show", self._config(folder)]]
+
+    def failing(self, folder):
+        return [["show", str(folder / "missing.json")]]
+
+    def wrong_usage(self, folder):
+        return [["show"]]
+
+    def json_commands(self, folder):
+        return [["show", self._config(folder), "--json"]]

@@ -1,0 +1,116 @@
+import pytest
+import torch
+from tiny_task import TASK, examples, talkative_model, word_tokenizer
+from zerotuning import TaskSpec, ZeroTuningConfig, apply, evaluate
+from zerotuning.evaluation import Predictions, Scorer, compare
+from zerotuning.metrics import UNPARSED
+
+DATA = examples()
+TEXTS = [example.text for example in DATA]
+
+
+def configs(model):
+    return [ZeroTuningConfig.uniform(model, 1.0), ZeroTuningConfig.per_head(model, {0: 4.0, 2: 0.2})]
+
+
+@torch.no_grad()
+def one_by_one(model, config, task=TASK):
+    """Answers without batches, padding or shared prefixes."""
+    tokenizer = word_tokenizer()
+    parsed, constrained = [], []
+    for text in TEXTS:
+        ids = tokenizer(task.prompt(text))["input_ids"]
+        scores = []
+        for word in task.labels:
+            label = tokenizer(word)["input_ids"]
+            with apply(model, config):
+                log_probs = model(torch.tensor([ids + label])).logits[0].log_softmax(-1)
+            scores.append(sum(float(log_probs[len(ids) - 1 + at, token]) for at, token in enumerate(label)))
+        parsed.append(task.parse(tokenizer.decode(log_probs[len(ids) - 1].argmax())))
+        constrained.append(max(range(len(scores)), key=scores.__getitem__))
+    return Predictions(tuple(parsed), tuple(constrained))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_batches_answer_as_single_prompts_do(architecture, rows):
+    model = talkative_model(architecture)
+    scorer = Scorer(model, word_tokenizer(), TASK, TEXTS, batch_rows=rows)
+    assert len(scorer.prefix) == 9
+    both = configs(model)
+    told = []
+    together = scorer.predict(both, advance=told.append)
+    assert sum(told) == 2 * len(TEXTS)
+    for config, answers in zip(both, together, strict=True):
+        assert answers == one_by_one(model, config)
+        assert answers == scorer.predict([config])[0]
+    assert together[0] != together[1]
+
+
+def test_without_a_shared_prefix():
+    model = talkative_model()
+    task = TaskSpec("bare", "{text} Answer:", ("yes", "no"))
+    scorer = Scorer(model, word_tokenizer(), task, TEXTS)
+    assert scorer.prefix == []
+    config = configs(model)[1]
+    assert scorer.predict([config])[0] == one_by_one(model, config, task)
+
+
+def test_labels_of_several_tokens_are_scored_whole():
+    model = talkative_model()
+    task = TaskSpec("long", TASK.template, ("yes w1 w2", "yes w3", "no w5"))
+    with pytest.warns(UserWarning, match="several tokens"):
+        scorer = Scorer(model, word_tokenizer(), task, TEXTS, batch_rows=7)
+    config = configs(model)[1]
+    answers = scorer.predict([config])[0]
+    assert answers.constrained == one_by_one(model, config, task).constrained
+    # "yes" begins two labels and decides nothing; "no" begins one.
+    assert set(answers.parsed) <= {UNPARSED, 2}
+    said = scorer.tokenizer.convert_tokens_to_ids(["yes", "no", "w1"])
+    assert [scorer._parse(token) for token in said] == [UNPARSED, 2, UNPARSED]
+
+
+def test_model_is_left_as_it_was():
+    model = talkative_model().train()
+    Scorer(model, word_tokenizer(), TASK, TEXTS[:3]).predict(configs(model)[:1])
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_bad_input():
+    model, tokenizer = talkative_model(), word_tokenizer()
+    with pytest.raises(ValueError, match="batch_rows is 0"):
+        Scorer(model, tokenizer, TASK, TEXTS, batch_rows=0)
+    with pytest.raises(ValueError, match="texts is empty"):
+        Scorer(model, tokenizer, TASK, [])
+    with pytest.raises(ValueError, match="the model takes 512: shorten"):
+        Scorer(model, tokenizer, TASK, ["w1 " * 600])
+
+
+def test_evaluate_pairs_the_two():
+    model = talkative_model()
+    vanilla, config = configs(model)
+    result = evaluate(model, word_tokenizer(), TASK, DATA, config, batch_rows=8)
+    expected = compare(DATA, one_by_one(model, vanilla), one_by_one(model, config))
+    assert result == expected
+    assert result.to_json()["verdict"] == result.verdict
+
+
+def test_evaluate_refuses_useless_data():
+    model = talkative_model()
+    with pytest.raises(ValueError, match="empty"):
+        evaluate(model, word_tokenizer(), TASK, [], configs(model)[1])
+    with pytest.raises(ValueError, match="have the label"):
+        evaluate(model, word_tokenizer(), TASK, DATA[::2], configs(model)[1])
+
+
+@pytest.mark.parametrize(
+    ("vanilla", "tuned", "verdict"),
+    [
+        ((0,) * 24, (0, 1) * 12, "helped"),
+        ((0, 1) * 12, (0,) * 24, "hurt"),
+        ((0, 1) * 12, (0, 1) * 12, "no difference shown"),
+    ],
+)
+def test_verdict(vanilla, tuned, verdict):
+    assert compare(DATA, Predictions(vanilla, vanilla), Predictions(tuned, tuned)).verdict == verdict

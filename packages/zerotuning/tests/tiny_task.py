@@ -1,0 +1,49 @@
+"""A tiny model with words for tokens, and a task whose labels it answers by chance."""
+
+import torch
+from separata_testing.models import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from zerotuning import Example, TaskSpec
+
+WORDS = [f"w{index}" for index in range(200)]
+TASK = TaskSpec("tiny", "one two three four five six seven eight nine {text} Answer:", ("yes", "no"))
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    known = [
+        "<pad>",
+        "<bos>",
+        "<eos>",
+        "<unk>",
+        "yes",
+        "no",
+        "negative",
+        "positive",
+        "Answer:",
+        *TASK.template.split()[:9],
+        *WORDS,
+    ]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(known)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>")
+
+
+def examples(count: int = 24, seed: int = 0) -> list[Example]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for index in range(count):
+        length = int(torch.randint(1, 9, (), generator=generator))
+        words = torch.randint(0, len(WORDS), (length,), generator=generator).tolist()
+        made.append(Example(" ".join(WORDS[word] for word in words), index % 2))
+    return made
+
+
+def talkative_model(architecture: str = "llama"):
+    """A random model that says one of the two label words about half of the time."""
+    model = tiny_model(architecture)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        # Among the other words nothing is likely.
+        head[6:] *= 0.1
+    return model
