@@ -175,7 +175,7 @@ def compile_case(module: str, case: Any, arch: int, cache: Path) -> Result:
         The result; whatever the compiler raises is a finding in it.
     """
     import triton  # type: ignore[import-untyped]  # Triton ships no types
-    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  # likewise
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  # triton ships no types
 
     start = time.perf_counter()
     try:

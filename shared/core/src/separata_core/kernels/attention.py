@@ -10,11 +10,15 @@ import functools
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped] # it ships no types
-import triton.language as tl  # type: ignore[import-untyped] # likewise
+import triton  # type: ignore[import-untyped]  # it ships no types
+import triton.language as tl  # type: ignore[import-untyped]  # it ships no types
 from torch import Tensor
 
 from separata_core.internal.kernels import KernelCase
+
+# Rows of a program and its warps. At most 32 elements of each operand for a thread at a width of 128: with 64,
+# registers spill on sm_80.
+_TILES = ((1, 1), (4, 1), (8, 2), (16, 4), (32, 8), (64, 8))
 
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -142,10 +146,7 @@ def available(query: Tensor) -> bool:
 
 @functools.cache
 def _tuned() -> Any:
-    configs = [
-        triton.Config({"block_rows": block}, num_warps=warps, num_stages=1)
-        for block, warps in ((1, 1), (4, 1), (16, 2), (32, 4), (64, 4), (128, 8))
-    ]
+    configs = [triton.Config({"block_rows": block}, num_warps=warps, num_stages=1) for block, warps in _TILES]
     # Trials would correct an output in place again and again.
     return triton.autotune(configs, key=["rows_bucket", "head_width", "value_width"], restore_value=["result_ptr"])(
         correct_kernel
@@ -245,7 +246,7 @@ def compile_cases() -> list[KernelCase]:
     cases = []
     for dtype in _DTYPES.values():
         for width in (64, 128):
-            for use, block, warps in (("prefill", 64, 4), ("decode", 1, 1)):
+            for use, (block, warps) in (("prefill", _TILES[-1]), ("decode", _TILES[0])):
                 states = dict.fromkeys(
                     ("result_ptr", "output_ptr", "query_ptr", "key_at_ptr", "value_at_ptr"), f"*{dtype}"
                 )

@@ -14,8 +14,8 @@ import math
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped] # it ships no types
-import triton.language as tl  # type: ignore[import-untyped] # likewise
+import triton  # type: ignore[import-untyped]  # it ships no types
+import triton.language as tl  # type: ignore[import-untyped]  # it ships no types
 from torch import Tensor
 
 from separata_core.internal.kernels import KernelCase
