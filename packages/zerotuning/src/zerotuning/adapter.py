@@ -187,6 +187,11 @@ class _Attachment:
     ) -> None:
         self.original = original
         self.log_gamma = log_gamma
+        # Known here, so that no layer has to wait for a GPU to read them. Rows left alone have 0.
+        self.bounds = [
+            (0.0, 0.0) if each is None else (min(0.0, float(each.min())), max(0.0, float(each.max())))
+            for each in log_gamma
+        ]
         self.rows = rows
         self.marks = _shortest(marks)
         self.parameters = parameters
@@ -288,8 +293,8 @@ class _Attachment:
                 "pass one sequence per row"
             )
 
-    def layer(self, index: int, query: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The bias `[batch, heads]` and the key `[batch]` it belongs to; None if nothing changes in this layer."""
+    def layer(self, index: int, query: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]] | None:
+        """The bias `[batch, heads]`, the key `[batch]` it belongs to, bounds of the bias; None if nothing changes."""
         log_gamma = self.log_gamma[index]
         if log_gamma is None:
             return None
@@ -315,7 +320,7 @@ class _Attachment:
             start = start - offset
             bias = bias * (start >= 0)[:, None]
             start = start.clamp(min=0)
-        return bias, start
+        return bias, start, self.bounds[index]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +332,7 @@ class _Slot:
 _SLOTS: "weakref.WeakKeyDictionary[nn.Module, _Slot]" = weakref.WeakKeyDictionary()
 
 
-def _layer_of(module: nn.Module, query: Tensor) -> tuple[Tensor, Tensor] | None:
+def _layer_of(module: nn.Module, query: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]] | None:
     # Absent for a copy of the model, or for another one that shares the config object: those run as they are.
     slot = _SLOTS.get(module)
     return None if slot is None else slot.attachment.layer(slot.layer, query)
@@ -358,7 +363,7 @@ def _sdpa_forward(
                 f"{type(module).__name__} passes {name!r} to its attention, which the SDPA path does not cover; "
                 'load the model with attn_implementation="eager"'
             )
-    bias, start = layer
+    bias, start, bounds = layer
     length = query.shape[2]
     causal = (
         length > 1
@@ -375,7 +380,15 @@ def _sdpa_forward(
         output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
     corrected = attention_with_key_bias(
-        query, key, value, bias, start, attention_mask=attention_mask, is_causal=causal, scale=scaling
+        query,
+        key,
+        value,
+        bias,
+        start,
+        attention_mask=attention_mask,
+        is_causal=causal,
+        scale=scaling,
+        bias_range=bounds,
     )
     return corrected.transpose(1, 2).contiguous(), None
 
@@ -390,7 +403,7 @@ def _eager_forward(
 ) -> tuple[Tensor, Tensor | None]:
     layer = _layer_of(module, query)
     if layer is not None:
-        bias, start = layer
+        bias, start, _ = layer
         # transformers always builds the mask for eager attention, so causality is in it.
         attention_mask = key_bias_mask(query, key, bias, start, attention_mask=attention_mask)
     output: tuple[Tensor, Tensor | None] = _eager_of(module)(module, query, key, value, attention_mask, **kwargs)

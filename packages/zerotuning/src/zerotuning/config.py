@@ -57,9 +57,12 @@ class ModelId:
         """
         counts = head_counts(model)
         config: Any = getattr(model, "config", None)
+        name = str(getattr(config, "_name_or_path", ""))
+        # Of a folder only its own name: where it lay is of no use to others.
+        name = Path(name).name if Path(name).is_dir() else name
         return cls(
             type=str(getattr(config, "model_type", "")),
-            name=str(getattr(config, "_name_or_path", "")),
+            name=name,
             layers=counts.layers,
             query_heads=counts.query_heads,
             key_value_heads=counts.kv_heads,

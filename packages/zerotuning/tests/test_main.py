@@ -1,0 +1,52 @@
+import builtins
+import os
+import sys
+
+import pytest
+import zerotuning
+from zerotuning import __main__ as script
+
+
+@pytest.fixture
+def arguments(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+
+    def give(*values):
+        monkeypatch.setattr(sys, "argv", ["zerotuning", *values])
+
+    yield give
+    os.environ.pop("OMP_WAIT_POLICY", None)
+
+
+def test_threads_are_told_to_wait_quietly(arguments, capsys):
+    arguments("--help")
+    assert script.main() == 0
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "zerotuning demo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("missing", "code"), [("typer", 1), ("something_inside", None)])
+def test_without_the_extra(arguments, capsys, monkeypatch, missing, code):
+    arguments("--help")
+    original = builtins.__import__
+
+    def refuse(name, *rest, **more):
+        if name == "typer":
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        return original(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    if code is None:
+        with pytest.raises(ModuleNotFoundError):
+            script.main()
+        return
+    assert script.main() == code
+    assert "pip install 'zerotuning[cli]'" in capsys.readouterr().err
+
+
+def test_public_names_are_there():
+    for name in zerotuning.__all__:
+        assert getattr(zerotuning, name) is not None
+        assert name in dir(zerotuning)
+    with pytest.raises(AttributeError, match="nothing"):
+        zerotuning.nothing  # noqa: B018  # looking it up is the test
