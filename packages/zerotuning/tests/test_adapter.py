@@ -514,3 +514,16 @@ class TestBatches(BatchConsistency):
 class TestBatchesWithWindows(TestBatches):
     def model(self):
         return tiny_model("mistral", dtype=torch.float64)
+
+
+def test_first_column_of_a_padded_batch_would_do_nothing(llama):
+    """What taking column 0 for the initial token comes to: the vanilla logits."""
+    ids = torch.cat([torch.zeros(1, 5, dtype=torch.long), tokens(1, 11)], dim=1)
+    mask = (torch.arange(16) >= 5).long()[None]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    vanilla = logits(llama, ids, attention_mask=mask, position_ids=positions)[:, 5:]
+    with apply(llama, some_config(llama)):
+        tuned = logits(llama, ids, attention_mask=mask, position_ids=positions)[:, 5:]
+        unmasked = logits(llama, tokens(1, 11))
+    assert (tuned - vanilla).abs().max() > 1e-3
+    close(tuned, unmasked)

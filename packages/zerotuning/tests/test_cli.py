@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import zerotuning
@@ -89,7 +90,7 @@ def test_demo_on_given_texts(folder, tmp_path, capsys, monkeypatch):
     result = json.loads(output(capsys, [*arguments, "--out", str(out), "--json", "--heads", "uniform"]).out)
     assert result["data"] == {"source": "film reviews (ours)", "calibration": 12, "test": 20}
     assert result["verdict"] in ("helped", "hurt", "no difference shown")
-    assert result["profile"] is None if "profile" in result else result["calibration"]["profile"] is None
+    assert result["calibration"]["profile"] is None
     ZeroTuningConfig.load(out)
 
 
@@ -138,3 +139,17 @@ class TestCommandLine(CommandLine):
 
     def json_commands(self, folder):
         return [["show", self._config(folder), "--json"]]
+
+
+def test_default_model_without_the_demo_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "separata_embedded", None)
+    assert run(["demo"]) == 1
+    assert "pip install 'zerotuning[demo]'" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line(folder, tmp_path, capsys):
+    # One label word of two tokens.
+    arguments = ["eval", "--model", str(folder / "model"), "--data", str(tmp_path / "d.jsonl"), "--dtype", "float32"]
+    arguments += ["--template", TASK.template, "--labels", "yes w1,no", "--config", str(folder / "config.json")]
+    (tmp_path / "d.jsonl").write_text('{"text": "w1", "label": 0}\n{"text": "w2", "label": 1}\n')
+    assert any(line.startswith("warning: the label words") for line in output(capsys, arguments).err.splitlines())

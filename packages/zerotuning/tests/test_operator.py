@@ -149,3 +149,47 @@ def test_clamp_and_warning():
         warn_if_extreme(torch.tensor([11.0]), torch.float16)
     warn_if_extreme(torch.tensor([11.0]), torch.bfloat16)
     warn_if_extreme(torch.tensor([9.0]), torch.float16)
+
+
+def random_states(dtype=torch.float64, length=17):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, length, 16), (2, 2, length, 16), (2, 2, length, 16)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def definition(query, key, value, log_gamma):
+    """The last query's output, from weights written out."""
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    weights = (query[:, :, -1:] @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).softmax(-1)
+    return reweight(weights, log_gamma) @ value
+
+
+def test_order_of_the_other_keys_does_not_matter():
+    query, key, value = random_states()
+    log_gamma = torch.tensor([0.7, -1.3, 0.0, 3.0], dtype=torch.float64)
+    order = torch.cat(
+        [torch.zeros(1, dtype=torch.long), 1 + torch.randperm(16, generator=torch.Generator().manual_seed(1))]
+    )
+    shuffled = key[:, :, order], value[:, :, order]
+    torch.testing.assert_close(
+        definition(query, *shuffled, log_gamma), definition(query, key, value, log_gamma), atol=1e-12, rtol=0
+    )
+    last = attention_with_key_bias(query[:, :, -1:], *shuffled, log_gamma)
+    torch.testing.assert_close(last, definition(query, key, value, log_gamma), atol=1e-12, rtol=0)
+
+
+def test_all_weight_on_the_initial_token_gives_its_value():
+    query, key, value = random_states(torch.float32)
+    output = attention_with_key_bias(query, key, value, torch.full((4,), math.log(1e30)), is_causal=True)
+    expected = value[:, :, :1].repeat_interleave(2, 1).expand_as(output)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["bias", "augmented", "correction", "auto"])
+def test_bfloat16_paths_agree(backend):
+    log_gamma = torch.tensor([0.7, -1.0, 0.0, 1.4])
+    exact = definition(*(state.double() for state in random_states(torch.bfloat16)), log_gamma.double())
+    found = attention_with_key_bias(*random_states(torch.bfloat16), log_gamma, is_causal=True, backend=backend)[
+        :, :, -1:
+    ]
+    torch.testing.assert_close(found.double(), exact, atol=2e-2, rtol=0)

@@ -203,6 +203,7 @@ def calibrate(
     check_examples(task, data)
     identity = ModelId.of(model)
     gammas = _checked_grid(grid)
+    in_all = len(gammas)
     if not (math.isfinite(gamma_probe) and gamma_probe > 0 and gamma_probe != 1):
         raise ValueError(f"gamma_probe is {gamma_probe}; it must be a finite number above 0, and not 1")
 
@@ -237,6 +238,7 @@ def calibrate(
                 gammas = [gamma for gamma in gammas if gamma == 1 or (gamma > 1) == (next(iter(signs.values())) > 0)]
             else:
                 gammas = [1.0]
+            advance(len(data) * (in_all - len(gammas)))
 
         def config_of(gamma: float, meta: Mapping[str, Any] | None = None) -> ZeroTuningConfig:
             if heads == "uniform":

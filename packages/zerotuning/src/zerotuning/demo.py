@@ -209,7 +209,8 @@ def report(result: DemoResult) -> str:
     """
     model = result.model
     lines = [
-        f"{model.name or model.type}: {model.layers} layers of {model.query_heads} query heads, {result.dtype}; {result.source}",
+        f"{model.name or model.type}: {model.layers} layers of {model.query_heads} query heads, {result.dtype}",
+        f"texts: {result.source}",
         f"calibrated on {result.calibrated_on} texts, evaluated on {result.evaluated_on} others (seed {result.seed}), "
         f"{result.seconds:.0f} s",
         "",
