@@ -243,8 +243,8 @@ def run(arguments: Sequence[str]) -> int:
         except SystemExit as exit_:
             return exit_.code if isinstance(exit_.code, int) else 0
         except (ValueError, OSError, RuntimeError, ImportError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            print(f"error: {lines[0]}", file=sys.stderr)
+            # What to do about it may stand in a later line of the message.
+            print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
             return 1
     return 0
 
