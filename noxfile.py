@@ -14,11 +14,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import nox
+from packaging.version import Version  # nox brings it
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -100,8 +101,12 @@ def built(session: nox.Session) -> Path:
     folder = BUILD / "dist"
     folder.mkdir(parents=True, exist_ok=True)
     for member in HOUSE.members:
-        files = [p for p in sorted(member.path.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
-        content = b"".join(str(p.relative_to(member.path)).encode() + b"\0" + p.read_bytes() + b"\0" for p in files)
+        files = {p.relative_to(member.path): p for p in sorted(member.path.rglob("*")) if p.is_file()}
+        content = b"".join(
+            str(name).encode() + b"\0" + path.read_bytes() + b"\0"
+            for name, path in files.items()
+            if not any(part == "__pycache__" or part.startswith(".") for part in name.parts)
+        )
         stamp, digest = folder / f".{member.name}", hashlib.sha256(content).hexdigest()
         if stamp.is_file() and stamp.read_text() == digest:
             continue
@@ -142,7 +147,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Strict types in every distribution, the tools and this file."""
+    """Strict types in every distribution and the tools."""
     bin_ = everything(session)
     modules = [flag for member in HOUSE.members for flag in ("-p", member.module)]
     session.run(str(bin_ / "mypy"), *modules, env=QUIET, external=True)
@@ -209,8 +214,15 @@ def wheels(session: nox.Session) -> None:
         code = f"import {member.module} as m; [getattr(m, name) for name in getattr(m, '__all__', ())]"
         session.run(str(venv / "bin" / "python"), "-I", "-c", code, env=QUIET, external=True)
         for script in member.scripts:
-            # Without the extra `cli` a script must say how to get it: 0 or 2, never a traceback.
-            session.run(str(venv / "bin" / script), "--help", env=QUIET, external=True, success_codes=[0, 2])
+            runs_or_names_extra(session, venv / "bin" / script, member)
+
+
+def runs_or_names_extra(session: nox.Session, script: Path, member: Member) -> None:
+    """Starts a console script where the extra `cli` is missing: it shows its help or says how to get the extra."""
+    done = subprocess.run([str(script), "--help"], capture_output=True, text=True, check=False)
+    told = done.stderr.startswith("error: ") and f"{member.name}[cli]" in done.stderr and done.stderr.count("\n") == 1
+    if done.returncode != 0 and not (done.returncode == 1 and told):
+        session.error(f"{script.name} --help ends with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
 
 
 def constraints() -> Path:
@@ -233,26 +245,19 @@ def lowest_core(session: nox.Session, member: Member, folder: Path) -> list[str]
         if shared is None or shared is member or not floor:
             continue
         matching = [t for t in tags if t == f"{shared.name}-v{floor}" or t.startswith(f"{shared.name}-v{floor}.")]
-        if not matching or matching[0] == f"{shared.name}-v{shared.version}":
+        if not matching:
             continue
-        lowest = min(matching, key=lambda tag: [int(part) for part in tag.rpartition("-v")[2].split(".")])
+        lowest = min(matching, key=lambda tag: Version(tag.rpartition("-v")[2]))
+        if lowest == f"{shared.name}-v{shared.version}":
+            continue
         target = BUILD / "lowest" / lowest
-        if not target.is_dir():
+        if not any(target.glob("*.whl")):
             with tempfile.TemporaryDirectory() as old:
                 archive = subprocess.run(["git", "archive", lowest], cwd=ROOT, capture_output=True, check=True).stdout
                 subprocess.run(["tar", "-x", "-C", old], input=archive, check=True)
                 source = Path(old, shared.path.relative_to(ROOT))
-                session.run(
-                    "uv",
-                    "build",
-                    "--no-sources",
-                    "--wheel",
-                    str(source),
-                    "--out-dir",
-                    str(target),
-                    env=QUIET,
-                    external=True,
-                )
+                command = ["uv", "build", "--quiet", "--no-sources", "--wheel", str(source), "--out-dir", str(target)]
+                session.run(*command, env=QUIET, external=True)
         links += ["--find-links", str(target)]
     return links
 
@@ -263,16 +268,8 @@ def minimum(session: nox.Session, member: Member) -> None:
     """One package alone on the lowest versions that it declares, the lowest core included."""
     folder = built(session)
     venv = ROOT / ".nox" / f"minimum-{member.name}"
-    install = [
-        "uv",
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        str(venv),
-        "--no-sources",
-        *lowest_core(session, member, folder),
-    ]
+    install = ["uv", "pip", "install", "--quiet", "--python", str(venv), "--no-sources"]
+    install += lowest_core(session, member, folder)
     session.run("uv", "venv", "--quiet", "--clear", str(venv), env=QUIET, external=True)
     project = str(member.path / "pyproject.toml")
     session.run(*install, "--resolution", "lowest-direct", "-r", project, "--all-extras", env=QUIET, external=True)
@@ -375,27 +372,43 @@ def demo(session: nox.Session, member: Member) -> None:
     session.run(*command, env={"VIRTUAL_ENV": None}, external=True)
 
 
-def changed_files() -> Iterable[str]:
-    """Names the files that differ from the last commit on main, or from HEAD where that is main itself."""
+def git(session: nox.Session, *arguments: str) -> list[str]:
+    """Runs git and returns the NUL-separated names that it prints; its failure is that of the session."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError as error:
+        session.error(f"git cannot be run: {error.strerror}")
+    if done.returncode:
+        session.error(f"git {arguments[0]}: {done.stderr.strip()}")
+    return [name for name in done.stdout.strip("\n").split("\0") if name]
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
+def changed_files(session: nox.Session) -> set[str]:
+    """Names the files that differ from where the branch left main, or from HEAD on main itself; new ones too."""
     base = "HEAD"
-    if git("rev-parse", "--abbrev-ref", "HEAD").strip() != "main":
-        base = git("merge-base", "HEAD", "main").strip()
-    return {*git("diff", "--name-only", base).split("\n"), *git("ls-files", "-o", "--exclude-standard").split("\n")} - {
-        ""
-    }
+    if git(session, "rev-parse", "--abbrev-ref", "HEAD") != ["main"]:
+        known = git(session, "for-each-ref", "--format=%(refname)%00", "refs/heads/main", "refs/remotes/origin/main")
+        if not known:
+            session.error("there is no branch `main` to compare with; `git fetch origin main:main` brings it")
+        (base,) = git(session, "merge-base", "HEAD", known[0].strip())
+    # Both names of what was moved: it is gone from one place and new in the other.
+    changed = git(session, "diff", "-z", "--no-renames", "--name-only", base)
+    return {*changed, *git(session, "ls-files", "-z", "--others", "--exclude-standard")}
 
 
 @nox.session
 def affected(session: nox.Session) -> None:
     """Just what a change touches, by the import graph: lint, types, and the tests of the packages that can tell."""
-    members = HOUSE.affected(changed_files())
+    changed = changed_files(session)
+    members = HOUSE.affected(changed)
+    scripts = any(name == "noxfile.py" or name.startswith("tools/") for name in changed)
     session.log("affected: %s", ", ".join(member.name for member in members) or "no package")
     session.notify("lint")
-    if members:
+    if members or scripts:
         session.notify("types")
+    if scripts:
+        session.notify("tools")
     for member in members:
         session.notify(f"tests({member.name})")
+    if any(any(member.tests.glob("test_kernels_*.py")) for member in members):
+        session.notify("kernels")

@@ -35,7 +35,7 @@ _FILES = {
         separata-core = { workspace = true }
     """,
     "LICENSE": "Do as you like.\n",
-    "README.md": "# house\n",
+    "README.md": "# house\n\n<!-- catalogue:begin -->\n<!-- catalogue:end -->\n",
     "shared/core/src/separata_core/__init__.py": '''
         """Tensor operations."""
 
@@ -270,6 +270,12 @@ _ALPHA_EXTRAS = """
     test = ["separata-testing"]
     all = [{ include-group = "test" }, "beta"]
 """
+_CATALOGUED = """
+    [tool.separata]
+    title = "A Method"
+    paper = "arXiv:2501.00001"
+    engines = ["transformers"]
+"""
 
 
 def _write(root: Path, files: Mapping[str, str]) -> None:
@@ -288,6 +294,7 @@ def house(tmp_path: Path) -> Path:
     for folder, (name, version, dependencies) in _MEMBERS.items():
         text = dedent(_PROJECT).format(name=name, version=version, dependencies=dependencies)
         text += dedent(_ALPHA_EXTRAS) if name == "alpha" else ""
+        text += dedent(_CATALOGUED) if folder.startswith("packages/") else ""
         files = {"pyproject.toml": text, "CHANGELOG.md": "# Changelog\n\n## Unreleased\n\n- Something new.\n"}
         _write(root / folder, {**files, "README.md": f"# {name}\n"})
     return root

@@ -1,9 +1,9 @@
 """Release one member: changelog, version, checks, commit, tag and files in dist/. Never uploads anything.
 
 The tree must be clean, the version newer than the last release, and the changelog must say under "Unreleased" what is
-new. A release of something shared also moves its range in every member that depends on it, with a line in the
-changelog of each. The checks run on the tree as it will be tagged. Whatever fails, tree, commits, tags and dist/ are as
-before.
+new. The README's table of packages gets the new version. A release of something shared also moves its range in every
+member that depends on it, with a line in the changelog of each. The checks run on the tree as it will be tagged.
+Whatever fails, tree, commits, tags and dist/ are as before.
 
 Example:
     python tools/release.py zerotuning 0.2.0 --dry-run
@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import catalogue
 from packaging.version import InvalidVersion, Version
 from workspace import (
     ROOT,
@@ -84,6 +85,20 @@ def pin_again(root: Path) -> None:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ReleaseError(f"tools/lock.py --write: {done.stderr.strip()}")
+
+
+def relist(root: Path) -> None:
+    """Writes the README's table of packages anew, since it names their versions.
+
+    Raises:
+        ReleaseError: A package does not say what the table needs.
+    """
+    file = root / "README.md"
+    try:
+        table = catalogue.render(Workspace.load(root))
+        file.write_text(catalogue.insert(file.read_text(encoding="utf-8"), table), encoding="utf-8")
+    except catalogue.CatalogueError as error:
+        raise ReleaseError(f"tools/catalogue.py: {error}") from error
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -215,6 +230,8 @@ def plan(root: Path, package: str, version: str, today: datetime.date) -> Plan:
         raise UsageError(f"version {version!r} is not a version by PEP 440 (as in 0.2.0 or 1.0.0rc1)") from error
     if str(wanted) != version or wanted.local is not None:
         raise UsageError(f"version {version!r} must be written {wanted.public!r}")
+    if len(wanted.release) != 3:
+        raise UsageError(f"version {version!r} must have three parts, as in 0.2.0")
     dirty = _git(house.root, "status", "--porcelain").splitlines()
     if dirty:
         raise ReleaseError(
@@ -295,6 +312,8 @@ def release(
     with _undone_on_failure(root, work) as touched:
         for path, text in work.edits.items():
             path.write_text(text, encoding="utf-8")
+        if work.member.is_package:
+            relist(root)
         if work.moved:
             relock(root)
         _pass(runner, root, work.sessions)
@@ -320,8 +339,8 @@ def _pass(runner: Runner, root: Path, sessions: Sequence[str]) -> None:
 def _undone_on_failure(root: Path, work: Plan) -> Iterator[Mapping[Path, bytes | None]]:
     """Yields the files that a release may change as they are, and brings tree, commits and tags back if it fails."""
     start = _git(root, "rev-parse", "HEAD").strip()
-    pins = (root / "tools" / "lock.sha256", root / "tools" / "requirements.txt")
-    before = {path: _content(path) for path in (*work.edits, *pins)}
+    derived = (root / "README.md", root / "tools" / "lock.sha256", root / "tools" / "requirements.txt")
+    before = {path: _content(path) for path in (*work.edits, *derived)}
     try:
         yield before
     except BaseException:
@@ -382,6 +401,10 @@ def main(
             work = plan(root, given.package, given.version, datetime.datetime.now(tz=datetime.UTC).date())
             for path in work.edits:
                 print(f"would change {path.relative_to(root.resolve())}")
+            if work.member.is_package:
+                print("would change README.md, its table of packages")
+            if work.moved:
+                print("would change tools/lock.sha256 and tools/requirements.txt, if the pins move")
             print(f"would check  nox -s {' '.join(work.sessions)}")
             print(f"would tag    {work.tag}")
             return 0

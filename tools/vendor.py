@@ -531,8 +531,11 @@ def prove(copy: Copy, stage: Path, house: Workspace, python: str = sys.executabl
     blocked = {member.module for member in house.members}
     modules = [m for m in copy.modules if m.rpartition(".")[2] != "__main__"]
     code = blocker(blocked, but=copy.name) + _PROOF
-    command = [python, "-I", "-B", "-c", code, str(stage), copy.name, ",".join(sorted(blocked))]
-    done = subprocess.run([*command, ",".join(modules)], cwd=stage, capture_output=True, text=True, check=False)
+    command = [python, "-I", "-B", "-c", code, str(stage), copy.name, ",".join(sorted(blocked)), ",".join(modules)]
+    try:
+        done = subprocess.run(command, cwd=stage, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UsageError(f"--python {python!r} cannot be run: {error.strerror}") from error
     try:
         result = json.loads(done.stdout[done.stdout.rindex('{"failed"') :])
     except ValueError as error:
@@ -592,6 +595,16 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     if schema != "separata.vendored/1":
         raise VendorError(f"{file} has the schema {schema!r}; this tool reads 'separata.vendored/1'")
     assert isinstance(manifest, dict)
+    files = manifest.get("files")
+    for key, sound in {
+        "distribution": isinstance(manifest.get("distribution"), str),
+        "namespace": isinstance(manifest.get("namespace"), str),
+        "tests": isinstance(manifest.get("tests"), bool),
+        "files": isinstance(files, dict)
+        and all(isinstance(entry, dict) and isinstance(entry.get("written"), str) for entry in files.values()),
+    }.items():
+        if not sound:
+            raise VendorError(f"{file} is damaged at {key!r}; take it from your version control, or make the copy anew")
     return manifest
 
 
@@ -895,6 +908,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     try:
         house = Workspace.load(root)
         member = house.member(given.package, copyable(house))
+        if given.into.exists() and not given.into.is_dir():
+            raise UsageError(f"--into {str(given.into)!r} is not a folder")
         if given.check:
             lines = check(locate(given.into, member, given.namespace), house)
             print("\n".join(lines) if lines else f"{member.name}: clean and up to date")

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+# What stands in tools/ for the derived `uv.lock`.
+PINS = ("lock.sha256", "requirements.txt")
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:\[([^\]]*)\])?")
 
@@ -402,13 +404,15 @@ class Workspace:
 
         Args:
             changed: Changed files, absolute or relative to the root. A file outside every member concerns all of
-                them, except for a Markdown file.
+                them, except for Markdown and for the scripts in tools/, which have tests of their own; the pins that
+                lie there do concern all.
         """
         touched: set[str] = set()
         for entry in changed:
             path = (self.root / entry).resolve()
             owners = {member.name for member in self.members if path.is_relative_to(member.path)}
-            if not owners and path.suffix != ".md":
+            script = path.is_relative_to(self.root / "tools") and path.name not in PINS
+            if not owners and path.suffix != ".md" and not script:
                 return self.members
             touched |= owners
         return self._closure(touched, wide=True, include=True)

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import build_docs
 import layout_check
 import new_package
 import pytest
@@ -66,6 +67,10 @@ def test_room_passes_every_check(real_house, capsys, tmp_path):
         "engines": ["vLLM"],
     }
     assert "separata-core>=0.3,<0.4" in table["project"]["dependencies"]
+    # Every public name has its entry in the site; the others of the little workspace would not pass.
+    for other in ("alpha", "beta"):
+        shutil.rmtree(real_house / "packages" / other)
+    assert build_docs.main(["--root", str(real_house)]) == 0, capsys.readouterr().out
     about = json.loads(run(room, "-m", "sink_probe", "about", "--json"))
     assert about == {"title": TITLE, "url": "https://arxiv.org/abs/2505.11739"}
 

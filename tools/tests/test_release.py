@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import catalogue
 import pytest
 import release as tool
 import workspace
@@ -68,9 +69,13 @@ def test_a_release(repository: Path, git: Git) -> None:
     assert git(repository, "status", "--porcelain") == ""
     assert git(repository, "log", "-1", "--format=%s").strip() == "Release alpha 0.3.0"
     assert git(repository, "show", "--stat", "--format=", "--name-only", "HEAD").split() == [
+        "README.md",
         "packages/alpha/CHANGELOG.md",
         "packages/alpha/pyproject.toml",
     ]
+    # The lint session holds the table in the README against the versions.
+    assert catalogue.main(["--check", "--root", str(repository)]) == 0
+    assert "| 0.3.0 |" in (repository / "README.md").read_text()
     assert git(repository, "cat-file", "-t", "alpha-v0.3.0").strip() == "tag"
     assert git(repository, "rev-parse", "alpha-v0.3.0^{commit}") == git(repository, "rev-parse", "HEAD")
     assert [path.name for path in files] == ["alpha-0.3.0-py3-none-any.whl", "alpha-0.3.0.tar.gz"]
@@ -130,6 +135,23 @@ def test_dry_run_changes_nothing(repository: Path, git: Git, capsys: pytest.Capt
     assert "would tag    separata-core-v0.4.0" in said
 
 
+def test_dry_run_names_the_table_in_the_readme(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(repository, "alpha", "0.3.0", "--dry-run") == 0
+    assert "would change README.md" in capsys.readouterr().out
+
+
+def test_a_package_that_the_table_cannot_hold_puts_everything_back(
+    repository: Path, git: Git, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = repository / "packages/beta/pyproject.toml"
+    file.write_text(file.read_text().replace("[tool.separata]", "[tool.other]"))
+    git(repository, "commit", "-qam", "untold")
+    before = state(repository, git)
+    assert run(repository, "alpha", "0.3.0") == 1
+    assert capsys.readouterr().err.startswith("error: tools/catalogue.py: packages/beta/pyproject.toml")
+    assert state(repository, git) == before
+
+
 @pytest.mark.parametrize("name", ["tracked", "untracked"])
 def test_refuses_a_dirty_tree(repository: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (repository / ("README.md" if name == "tracked" else "new.txt")).write_text("changed\n")
@@ -144,6 +166,7 @@ def test_refuses_a_dirty_tree(repository: Path, name: str, capsys: pytest.Captur
         ("0.10.0", 1, "the tag alpha-v0.10.0 exists already"),
         ("0.10.0rc1", 1, "not newer"),
         ("v0.11", 2, "must be written '0.11'"),
+        ("0.11", 2, "must have three parts"),
         ("0.11.0-rc.1", 2, "must be written '0.11.0rc1'"),
         ("0.11.0+local", 2, "must be written '0.11.0'"),
         ("next", 2, "not a version by PEP 440"),

@@ -62,6 +62,8 @@ def test_who_imports_whom(house: Path) -> None:
         (["packages/alpha/README.md"], ["alpha"]),
         (["shared/core/src/separata_core/attention.py"], ["alpha", "beta", "separata-core"]),
         (["README.md"], []),
+        (["tools/vendor.py", "tools/tests/test_vendor.py"], []),
+        (["tools/lock.sha256"], ["alpha", "beta", "separata-core", "separata-embedded", "separata-testing"]),
         ([], []),
         (["noxfile.py"], ["alpha", "beta", "separata-core", "separata-embedded", "separata-testing"]),
         (["packages/alphabet/x.py"], ["alpha", "beta", "separata-core", "separata-embedded", "separata-testing"]),

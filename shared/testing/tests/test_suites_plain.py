@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -466,6 +467,14 @@ def test_command_line_wants_a_console_script(make_tool):
         Pluggy().test_console_script()
     with pytest.raises(pytest.skip.Exception, match="a vendored copy has no script"):
         make_tool().test_console_script()
+
+
+def test_command_line_of_a_copy_leaves_the_script_of_the_original_alone():
+    class Copy(CommandLine):
+        package = types.ModuleType("company.pluggy")  # pluggy is installed and has no script
+
+    with pytest.raises(pytest.skip.Exception, match="belongs to the original"):
+        Copy().test_console_script()
 
 
 def test_command_line_accepts_a_real_console_script():
