@@ -78,29 +78,3 @@ def test_verdicts_are_honest():
     assert "by format" in line(Predictions(unparsed, right), Predictions(right, right))
     assert line(Predictions(right, right), Predictions(wrong, wrong)).startswith("It hurt: accuracy -1.000")
     assert line(Predictions(right, right), Predictions(right, right)).startswith("No difference shown")
-
-
-@pytest.mark.real_model
-@pytest.mark.filterwarnings("ignore:The rated texts")
-def test_real_model_calibrates_and_evaluates(tmp_path):
-    from separata_embedded import load_smollm2, rated_texts
-
-    model, tokenizer = load_smollm2(dtype="float32")
-    texts = rated_texts("movie", offline=True)
-    out = tmp_path / "c.json"
-    result = run_demo(
-        model,
-        tokenizer,
-        texts,
-        source=texts.source,
-        out=out,
-        heads="uniform",
-        calibration_items=4,
-        test_items=12,
-        max_tokens=24,
-        progress=False,
-    )
-    # This model nearly always answers with one of the two words, and better than a coin between them.
-    assert result.evaluation.vanilla.parse_rate.value > 0.5
-    assert result.evaluation.vanilla.constrained_accuracy.value >= 0.5
-    assert ZeroTuningConfig.load(out).model_id.layers == 30
