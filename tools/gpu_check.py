@@ -443,8 +443,11 @@ def save(path: Path, report: Mapping[str, Any]) -> None:
     """Write the report, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def summary(record: Mapping[str, Any]) -> str:
@@ -488,6 +491,8 @@ def check(house: workspace.Workspace, out: Path, dry_run: bool, limit_s: float) 
         report["errors"] += [f"{name} is missing" for name in ("torch", "triton", "pytest") if name in found["missing"]]
         if not dry_run and not report["errors"] and "capability" not in found["device"]:
             report["errors"].append("no CUDA device; --dry-run runs the kernels in Triton's interpreter")
+        # At once, so that a place that cannot be written to costs no minutes of a GPU.
+        save(out, {**report, "seconds": round(time.monotonic() - start, 1), "passed": False})
         parts = [] if report["errors"] else find_parts(house)
         if not parts and not report["errors"]:
             report["errors"].append("there is no kernel test and no kernel benchmark")

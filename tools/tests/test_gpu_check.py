@@ -141,6 +141,15 @@ def test_without_a_gpu_says_what_to_do(house, add, machine, capsys):
     assert "no CUDA device; --dry-run" in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_written_is_said_first(house, add, machine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "run_part", lambda *_: pytest.fail("something ran"))
+    add("tests/test_kernels_a.py", TESTS)
+    (tmp_path / "out").mkdir()
+    assert gpu_check.main(["--dry-run", "--root", str(house), "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["house", "out"]
+
+
 def test_on_a_gpu_a_skipped_test_has_not_run(house, add, machine):
     machine["device"] = {"name": "some GPU", "capability": [9, 0]}
     add("tests/test_kernels_a.py", "import pytest\n\ndef test_a():\n    pytest.skip('needs two of them')\n")

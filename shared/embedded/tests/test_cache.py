@@ -123,7 +123,7 @@ def test_damage_is_found_and_mended(maker, tmp_path, damage, caplog):
     assert existing_folder("thing", origin=ORIGIN, cache_dir=tmp_path) is None
     assert content_of(make(maker, tmp_path)) == EXPECTED
     assert maker.calls == 2
-    assert "made anew" in caplog.text
+    assert caplog.text.count("made anew") == 1
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -167,6 +167,20 @@ def test_a_failing_preparation_leaves_nothing_and_is_not_a_cache_error(tmp_path)
     with pytest.raises(OSError, match="the source is broken"):
         cached_folder("thing", prepare, origin=ORIGIN, cache_dir=tmp_path)
     assert others_than(tmp_path) == []
+
+
+def test_directory_of_an_unknown_user(monkeypatch):
+    monkeypatch.setenv("SEPARATA_CACHE", "~no-such-user-here/cache")
+    with pytest.raises(CacheError, match="~no-such-user-here/cache begins with a home directory that is not known"):
+        cache_directory()
+
+
+def test_looking_into_a_damaged_folder_promises_nothing(maker, tmp_path, caplog):
+    folder = make(maker, tmp_path)
+    (folder / "b.json").write_text("[1]")
+    assert existing_folder("thing", origin=ORIGIN, cache_dir=tmp_path) is None
+    assert not caplog.text
+    assert (folder / "b.json").read_text() == "[1]"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), PermissionError(13, "Denied")])

@@ -37,10 +37,19 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
     Returns:
         Its absolute path. It need not exist yet.
+
+    Raises:
+        CacheError: It begins with `~name`, and there is no such user.
     """
     chosen = cache_dir if cache_dir is not None else os.environ.get(VARIABLE)
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        try:
+            return Path(chosen).expanduser().absolute()
+        except RuntimeError as error:
+            raise CacheError(
+                f"The cache directory {os.fspath(chosen)} begins with a home directory that is not known. Write it "
+                f"out in the environment variable {VARIABLE} or the argument cache_dir."
+            ) from error
     import platformdirs
 
     return platformdirs.user_cache_path("separata", appauthor=False)
@@ -60,7 +69,7 @@ def existing_folder(
         The folder, or None.
     """
     folder = cache_directory(cache_dir) / name
-    return folder if _is_intact(folder, origin) else None
+    return folder if _fault(folder, origin) is None else None
 
 
 def cached_folder(
@@ -95,8 +104,11 @@ def cached_folder(
     if existing_folder(name, origin=origin, cache_dir=root):
         return folder
     with _locked(root, name):
-        if _is_intact(folder, origin):
+        fault = _fault(folder, origin)
+        if fault is None:
             return folder
+        if fault:
+            _log.warning("%s and is made anew", fault)
         with _errors_named(root):
             _remove(folder)
         writer = prepare()
@@ -148,19 +160,17 @@ def _errors_named(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _is_intact(folder: Path, origin: Mapping[str, str]) -> bool:
+def _fault(folder: Path, origin: Mapping[str, str]) -> str | None:
+    """What keeps a folder from being used: None if nothing does, "" if it is not there or of another origin."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        if folder.exists():
-            _log.warning("%s is incomplete and is made anew", folder)
-        return False
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{folder} is incomplete" if folder.exists() else ""
     except (OSError, ValueError):
-        _log.warning("%s has no readable manifest and is made anew", folder)
-        return False
+        return f"{folder} has no readable manifest"
     try:
         if manifest["format"] != FORMAT or manifest["origin"] != dict(origin):
-            return False
+            return ""
         seen = _read_stamp(folder)
         now: dict[str, list[int]] = {}
         for file, known in manifest["files"].items():
@@ -169,14 +179,12 @@ def _is_intact(folder: Path, origin: Mapping[str, str]) -> bool:
             if status.st_size != known["size"] or (
                 seen.get(file) != now[file] and sha256_of(folder / file) != known["sha256"]
             ):
-                _log.warning("%s differs from its manifest; the folder is made anew", folder / file)
-                return False
+                return f"{folder / file} differs from its manifest"
     except (OSError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("%s is damaged and is made anew: %r", folder, error)
-        return False
+        return f"{folder} is damaged ({error!r})"
     if seen != now:
         _write_stamp(folder, now)
-    return True
+    return None
 
 
 def _read_stamp(folder: Path) -> dict[str, object]:

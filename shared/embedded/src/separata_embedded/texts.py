@@ -109,15 +109,17 @@ def rated_texts(
     forbidden = _offline_by_environment() if offline is None else offline
 
     folder_name, origin = f"rated-texts-{ARCHIVE.sha256[:8]}", {"distribution": SDIST, "sha256": ARCHIVE.sha256}
-    folder = existing_folder(folder_name, origin=origin, cache_dir=cache_dir)
-    if folder is None and forbidden:
-        return _fall_back(
-            name, f"the cache does not hold them, and offline=True or {OFFLINE} forbids the package index"
-        )
-    try:
-        folder = folder or cached_folder(folder_name, lambda: _prepare(timeout), origin=origin, cache_dir=cache_dir)
-    except FetchError as error:
-        return _fall_back(name, str(error))
+    if forbidden:
+        present = existing_folder(folder_name, origin=origin, cache_dir=cache_dir)
+        if present is None:
+            reason = f"the cache does not hold them, and offline=True or {OFFLINE} forbids the package index"
+            return _fall_back(name, reason)
+        folder = present
+    else:
+        try:
+            folder = cached_folder(folder_name, lambda: _prepare(timeout), origin=origin, cache_dir=cache_dir)
+        except FetchError as error:
+            return _fall_back(name, str(error))
     return RatedTexts(name, SDIST, tuple(_parse((folder / f"{name}.tsv").read_bytes())))
 
 
