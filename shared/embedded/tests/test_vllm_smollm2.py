@@ -19,7 +19,11 @@ def test_greedy_tokens_agree_with_transformers(monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     engine = vllm.LLM(str(folder), dtype="bfloat16", enforce_eager=True, max_model_len=128, max_num_seqs=4)
-    outputs = engine.generate(PROMPTS, vllm.SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True))
+    try:
+        outputs = engine.generate(PROMPTS, vllm.SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True))
+    finally:
+        # Left to the interpreter's exit, the engine's process would be killed after a wait.
+        engine.llm_engine.engine_core.shutdown()
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert list(output.prompt_token_ids) == tokenizer(prompt)["input_ids"]
         chosen = list(output.outputs[0].token_ids)
