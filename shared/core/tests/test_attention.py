@@ -576,15 +576,15 @@ class TestGradients:
         assert attention_with_key_bias(query, key, value, bias, is_causal=True).requires_grad
         assert not attention_with_key_bias(query, key, value, bias.detach(), is_causal=True).requires_grad
 
-    def test_twice_goes_by_the_mask_and_is_refused_by_the_closed_form(self) -> None:
+    def test_twice_goes_by_the_reference_and_is_refused_by_the_closed_form(self) -> None:
         inputs = tuple(t.requires_grad_() for t in (*qkv(1, 2, 1, 3, 3, 2), states(2, seed=9)))
 
         def run(*args: Tensor) -> Tensor:
-            return attention_with_key_bias(*args, is_causal=True, backend="bias")
+            return attention_with_key_bias(*args, is_causal=True, backend="reference")
 
         assert torch.autograd.gradgradcheck(run, inputs)
         result = attention_with_key_bias(*inputs, is_causal=True, backend="correction")
-        with pytest.raises(RuntimeError, match=r"no second derivatives.*backend='bias' has them"):
+        with pytest.raises(RuntimeError, match=r"no second derivatives.*backend='reference' has them"):
             torch.autograd.grad(result.sum(), inputs[0], create_graph=True)
 
     def test_through_a_learned_mask(self) -> None:
@@ -595,7 +595,7 @@ class TestGradients:
             return attention_with_key_bias(query, key, value, log(2.0, 0.5), attention_mask=additive)
 
         assert torch.autograd.gradcheck(run, (mask,))
-        with pytest.raises(ValueError, match="and this mask"):
+        with pytest.raises(ValueError, match="no mask with a gradient"):
             attention_with_key_bias(query, key, value, log(2.0, 0.5), attention_mask=mask, backend="correction")
 
     def test_through_the_pieces(self) -> None:
@@ -672,6 +672,51 @@ class TestPieces:
             door(query, key, torch.tensor([0.0, math.nan]))
         with pytest.raises(ValueError, match="exclude each other"):
             door(query, key, torch.zeros(2), attention_mask=torch.ones(3, 3, dtype=torch.bool), is_causal=True)
+
+    def test_shapes_that_would_broadcast_are_refused(self) -> None:
+        query, key, value = qkv(1, 2, 1, 3, 3, 4)
+        with pytest.raises(ValueError, match=r"lse has shape \(1,\); it must be \(1, 2, 3\)"):
+            inspect.unwrap(key_weight)(query, key[:, :, 0], torch.zeros(1), 0.5)
+        correct: Any = inspect.unwrap(correct_output)
+        with pytest.raises(ValueError, match=r"weight has shape \(1, 2, 1\); it must be \(1, 2, 3\)"):
+            correct(query, torch.zeros(1, 2, 1), value[:, :, 0], torch.zeros(2))
+        with pytest.raises(ValueError, match=r"key_bias is torch.float32 of shape \(1,\)"):
+            correct(query, torch.zeros(1, 2, 3), value[:, :, 0], torch.zeros(1))
+
+
+class TestRim:
+    @pytest.mark.parametrize("backend", ["auto", "reference", "bias", "augmented", "correction"])
+    def test_autocast_does_not_apply(self, backend: Any) -> None:
+        query, key, value = qkv(1, 2, 1, 5, 5, 8, dtype=torch.float32)
+        plain = attention_with_key_bias(query, key, value, log(2.0, 0.5).float(), is_causal=True, backend=backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = attention_with_key_bias(query, key, value, log(2.0, 0.5).float(), is_causal=True, backend=backend)
+        assert inside.dtype == torch.float32
+        assert torch.equal(inside, plain)
+
+    @pytest.mark.parametrize("backend", ["auto", "reference", "bias", "augmented", "correction"])
+    def test_a_wider_mask(self, backend: Any) -> None:
+        query, key, value = qkv(1, 2, 1, 5, 5, 8, dtype=torch.float32)
+        mask = states(5, 5, seed=3)
+        narrow, wide = (
+            attention_with_key_bias(query, key, value, log(2.0, 0.5), attention_mask=m, backend=backend)
+            for m in (mask.float(), mask)
+        )
+        assert wide.dtype == torch.float32
+        torch.testing.assert_close(wide, narrow, atol=1e-6, rtol=1e-6)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, F64])
+    @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float16, torch.float32, F64])
+    def test_the_floor_itself_is_taken_however_it_is_rounded(self, dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+        query, key, value = qkv(1, 2, 1, 5, 5, 8, dtype=dtype)
+        bias = torch.full((2,), closed_form_floor(dtype), dtype=bias_dtype)
+        result = attention_with_key_bias(query, key, value, bias, is_causal=True, backend="correction")
+        other = attention_with_key_bias(query, key, value, bias, is_causal=True, backend="reference")
+        torch.testing.assert_close(result, other, atol=3e-2, rtol=3e-2)
+
+    def test_tensors_without_data_have_shapes(self) -> None:
+        query, key, value = (t.to("meta") for t in qkv(1, 2, 1, 5, 5, 8))
+        assert attention_with_key_bias(query, key, value, torch.zeros(2, device="meta")).shape == (1, 2, 5, 8)
 
 
 class TestCausalWithDifferentLengths:

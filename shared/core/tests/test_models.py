@@ -482,6 +482,26 @@ class TestHiddenStates:
         assert hooks(model) == 0
 
 
+def test_compiled_models_would_pass_over_hooks() -> None:
+    model = tiny_model("llama")
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match="OptimizedModule is compiled"), capture_hidden_states(compiled):
+        pass
+    decoder_layers(model)[1].compile(backend="eager")
+    with (
+        pytest.raises(ValueError, match=r"model\.layers\.1 is compiled"),
+        edit_hidden_states(model, {0: lambda states: states}),
+    ):
+        pass
+    assert hooks(model) == 0
+
+
+def test_what_a_wrapper_without_configuration_hides() -> None:
+    wrapped = nn.Sequential(tiny_model("llama"))
+    wrapped[0].config.final_logit_softcapping = 30.0
+    assert logit_scaling(wrapped) == (1.0, 30.0)
+
+
 def test_a_layer_that_returns_more_than_its_states() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:

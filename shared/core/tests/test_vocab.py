@@ -309,7 +309,7 @@ class TestMemory:
                 log_probs.sum().backward()
             return operators.products
 
-        tiles = 2 * 6  # of 8 tokens by 8 entries
+        tiles = 2 * 5  # of 6 tokens by 10 entries
         assert products(True, True) == 3 * tiles
         assert products(True, False) == products(False, True) == 2 * tiles
 
@@ -411,18 +411,32 @@ class TestRim:
         got = vocab_statistics(states(2, 3), states(4, 3, seed=1))
         assert got.log_probs is got.entropy is got.top_log_probs is got.top_indices is None
 
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.uint16, torch.uint64])
+    def test_targets_of_any_integer_type(self, dtype: torch.dtype) -> None:
+        hidden, weight = states(3, 4), states(300, 4, seed=1)
+        targets = torch.tensor([0, 100, 7])
+        got = vocab_log_probs(hidden, weight, targets.to(dtype))
+        assert torch.equal(got, vocab_log_probs(hidden, weight, targets))
+
+    def test_states_without_width(self) -> None:
+        got = vocab_statistics(torch.zeros(3, 0), torch.zeros(8, 0), entropy=True)
+        torch.testing.assert_close(got.entropy, torch.full((3,), math.log(8)))
+
     def test_autocast_does_not_apply(self) -> None:
         hidden, weight = states(5, 8, dtype=torch.float32).requires_grad_(), states(9, 8, seed=1, dtype=torch.float32)
         plain = vocab_entropy(hidden, weight)
         (expected,) = torch.autograd.grad(plain.sum(), hidden)
         with torch.autocast("cpu", torch.bfloat16):
             inside = vocab_entropy(hidden, weight)
+            reference = vocab_entropy(hidden, weight, backend="reference")
             (got,) = torch.autograd.grad(inside.sum(), hidden)
         assert torch.equal(inside, plain)
         assert torch.equal(got, expected)
+        torch.testing.assert_close(reference, plain)
 
 
 GOOD = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(6, 4), "targets": torch.tensor([0, 1, 5])}
+META = {"weight": torch.zeros(6, 4, device="meta"), "targets": None}
 
 
 class TestErrors:
@@ -439,7 +453,9 @@ class TestErrors:
             ({"targets": torch.zeros(3)}, TypeError, "targets must be integers"),
             ({"targets": torch.zeros(3, dtype=torch.bool)}, TypeError, "targets must be integers"),
             ({"targets": torch.zeros(3, dtype=torch.long, device="meta")}, ValueError, "targets is on meta"),
-            ({"hidden": torch.zeros(3, 4, dtype=torch.long)}, TypeError, "hidden must be a floating-point"),
+            ({"hidden": torch.zeros(3, 4, dtype=torch.long)}, TypeError, "hidden must be float16, bfloat16"),
+            ({"hidden": torch.zeros(3, 4).to(torch.float8_e4m3fn)}, TypeError, "hidden must be .*got torch.float8"),
+            ({"hidden": torch.zeros(3, 4, device="meta"), **META}, ValueError, "hidden is on the device meta"),
             ({"weight": torch.zeros(6, 5)}, ValueError, r"weight must be \[vocab, dim\]"),
             ({"weight": torch.zeros(4)}, ValueError, r"weight must be \[vocab, dim\]"),
             ({"weight": torch.zeros(0, 4)}, ValueError, "weight has no rows"),

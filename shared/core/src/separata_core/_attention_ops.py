@@ -1,5 +1,6 @@
 """Attention kernels of torch that also return the log-sum-exp of every row, and the correction wrapped around them."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -39,6 +40,17 @@ class LseKernel:
     backward: Backward
     takes_mask: bool
     takes_groups: bool
+
+
+#: What attention is defined for; narrower types need scales that these functions do not take.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast is off on this device."""
+    if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -151,7 +163,7 @@ class CorrectedAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the closed form of attention with a key bias has no second derivatives, which create_graph=True asks "
-                "for; backend='bias' has them"
+                "for; backend='reference' has them"
             )
         query, key, value, key_bias, corrected, weight, lse, *more = ctx.saved_tensors
         mask = more.pop(0) if ctx.has_mask else None

@@ -80,9 +80,10 @@ def attention_with_key_bias(
         backend: See above.
         bias_range: Smallest and largest value of `key_bias`. Without it they are read from the tensor, which on a GPU
             waits for the stream. Under `torch.compile` nothing is read, and without it `auto` avoids the closed form.
+            It is trusted: biases below it lose digits, and (0, 0) leaves the bias out.
 
     Returns:
-        The attention output, in the dtype of `query`.
+        The attention output, in the dtype of `query`, also under autocast.
 
     Raises:
         ValueError: Shapes, heads, dtypes, devices, `key_index`, `scale` or `backend` that do not fit, a bias that is
@@ -97,43 +98,9 @@ def attention_with_key_bias(
     low, high = _read_range(key_bias, bias_range)
     visible, offset = _visibility(query, index, mask, is_causal=is_causal)
 
-    if backend == "auto":
-        return _auto(query, key, value, bias, index, mask, is_causal, scale, visible, offset, low, high)
-    if backend == "reference":
-        return _reference(query, key, value, bias, index, mask, is_causal, scale, visible)
-    if backend == "bias":
-        return _bias(query, key, value, bias, index, mask, is_causal, scale, visible)
-    if backend == "augmented":
-        return _augmented(query, key, value, bias, index, mask, is_causal, scale, visible)
-
-    additive = _additive(mask, query)
-    kernel = _find_kernel(query, key, value, additive, is_causal)
-    if kernel is None:
-        raise ValueError(
-            f"backend {backend!r} needs a kernel that returns its log-sum-exp, and there is none for {query.dtype} on "
-            f"{query.device} with query {tuple(query.shape)}, value {tuple(value.shape)} and this mask; use "
-            "'augmented' or 'bias'"
-        )
-    if low < closed_form_floor(query.dtype) and not math.isinf(low):
-        raise ValueError(
-            f"key_bias reaches {low:g}, below {closed_form_floor(query.dtype):.4g}, where the closed form loses too "
-            f"many digits in {query.dtype}; use backend 'auto', 'augmented' or 'bias'"
-        )
-    fuse = None
-    if backend == "triton":
-        if _wants_grad(query, key, value, bias):
-            raise ValueError(
-                "backend 'triton' has no gradient; use 'auto' or 'correction', or run under torch.no_grad()"
-            )
-        fuse = _fused(query)
-        if fuse is None:
-            raise ValueError(
-                f"backend 'triton' cannot run on {query.device}: it needs Triton (separata-core[triton]) and a CUDA "
-                "device, or Triton's interpreter"
-            )
-    return ops.corrected_attention(
-        query, key, value, bias[..., None], index, additive, is_causal, scale, visible, offset, kernel, fuse=fuse
-    )
+    # Autocast would change the type of some products and not of others.
+    with ops.no_autocast(query.device):
+        return _run(backend, query, key, value, bias, index, mask, is_causal, scale, visible, offset, low, high)
 
 
 def closed_form_floor(dtype: torch.dtype) -> float:
@@ -143,7 +110,7 @@ def closed_form_floor(dtype: torch.dtype) -> float:
     holds almost all weight. There the rounding of the kernel's output and of its log-sum-exp is magnified by up to
     `1 / gamma`. At the floor, and with logits of modulus up to 12, the error stays below 1e-8 of the largest value for
     float64, 2e-4 for float32, 8e-3 for float16 and 2e-2 for bfloat16; it falls as `1 / gamma` above the floor, and
-    nothing is magnified for gamma >= 1.
+    nothing is magnified for gamma >= 1. For larger logits it grows in proportion to them, since their rounding does.
 
     Args:
         dtype: Dtype of query, key and value.
@@ -175,7 +142,12 @@ def key_weight(
 
     Returns:
         Weights in [0, 1], float32 (float64 for float64 queries).
+
+    Raises:
+        ValueError: The shape of `lse` does not fit.
     """
+    if lse.shape != query.shape[:3]:
+        raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(query.shape[:3])}, one per query row")
     return ops.key_weight(query, key_at, lse, scale, visible, offset)
 
 
@@ -198,9 +170,13 @@ def correct_output(
 
     Returns:
         The corrected output, a new tensor in the dtype of `output`.
+
+    Raises:
+        ValueError: Shapes of `weight` or `key_bias` that do not fit.
     """
-    bias = key_bias if key_bias.dim() == 2 else key_bias[None]
-    bias = bias.to(output.device, weight.dtype).clamp(-MAX_KEY_BIAS, MAX_KEY_BIAS)
+    if weight.shape != output.shape[:3]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be {tuple(output.shape[:3])}, as output")
+    bias = _check_bias_values(output, key_bias).to(output.device, weight.dtype)
     return ops.mix(output, ops.mixing_weight(weight, bias[..., None]), value_at)
 
 
@@ -214,6 +190,9 @@ def key_bias_mask(
     is_causal: bool = False,
 ) -> Float[Tensor, "#batch q_heads #query keys"]:
     """The additive mask that carries the bias, for kernels that take one: with dropout, or to be differentiated twice.
+
+    Second derivatives need torch's math kernel (`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`); the fused ones have
+    none.
 
     Args:
         query: Queries; only shape, dtype and device matter.
@@ -236,6 +215,60 @@ def key_bias_mask(
     return _mask_with_bias(query, key, bias, index, mask, is_causal, visible)
 
 
+def _run(
+    backend: Backend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    index: int | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    visible: Tensor | None,
+    offset: Tensor | None,
+    low: float,
+    high: float,
+) -> Tensor:
+    if backend == "auto":
+        return _auto(query, key, value, bias, index, mask, is_causal, scale, visible, offset, low, high)
+    if backend == "reference":
+        return _reference(query, key, value, bias, index, mask, is_causal, scale, visible)
+    if backend == "bias":
+        return _bias(query, key, value, bias, index, mask, is_causal, scale, visible)
+    if backend == "augmented":
+        return _augmented(query, key, value, bias, index, mask, is_causal, scale, visible)
+
+    additive = _additive(mask, query)
+    kernel = _find_kernel(query, key, value, additive, is_causal)
+    if kernel is None:
+        raise ValueError(
+            f"backend {backend!r} needs a kernel that returns its log-sum-exp, and there is none for {query.dtype} on "
+            f"{query.device} with query {tuple(query.shape)} and value {tuple(value.shape)} (it wants equal widths, a "
+            "contiguous last dimension and no mask with a gradient); use 'augmented' or 'bias'"
+        )
+    if not _is_accurate(low, query.dtype) and not math.isinf(low):
+        raise ValueError(
+            f"key_bias reaches {low:g}, below {closed_form_floor(query.dtype):.4g}, where the closed form loses too "
+            f"many digits in {query.dtype}; use backend 'auto', 'augmented' or 'bias'"
+        )
+    fuse = None
+    if backend == "triton":
+        if _wants_grad(query, key, value, bias):
+            raise ValueError(
+                "backend 'triton' has no gradient; use 'auto' or 'correction', or run under torch.no_grad()"
+            )
+        fuse = _fused(query)
+        if fuse is None:
+            raise ValueError(
+                f"backend 'triton' cannot run on {query.device}: it needs Triton (separata-core[triton]) and a CUDA "
+                "device, or Triton's interpreter"
+            )
+    return ops.corrected_attention(
+        query, key, value, bias[..., None], index, additive, is_causal, scale, visible, offset, kernel, fuse=fuse
+    )
+
+
 def _auto(
     query: Tensor,
     key: Tensor,
@@ -255,7 +288,7 @@ def _auto(
     if low == high == 0.0 and not bias.requires_grad:
         return _sdpa(query, key, value, additive, is_causal, scale)
     kernel = _find_kernel(query, key, value, additive, is_causal)
-    if kernel is not None and low >= closed_form_floor(query.dtype):
+    if kernel is not None and _is_accurate(low, query.dtype):
         fuse = None if _wants_grad(query, key, value, bias) or query.device.type != "cuda" else _fused(query)
         return ops.corrected_attention(
             query, key, value, bias[..., None], index, additive, is_causal, scale, visible, offset, kernel, fuse=fuse
@@ -282,7 +315,7 @@ def _reference(
     logits = scale * query.to(dtype) @ ops.repeat_heads(key, groups).to(dtype).transpose(-1, -2)
     rows, keys = logits.shape[-2:]
     if mask is not None:
-        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask.to(dtype)
     if is_causal:
         logits = logits.masked_fill(_future(rows, keys, query.device), -math.inf)
     empty = (logits == -math.inf).all(-1, keepdim=True)
@@ -400,6 +433,12 @@ def _wants_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
+def _is_accurate(low: float, dtype: torch.dtype) -> bool:
+    """Whether the closed form may be used for biases from `low` upwards."""
+    # The floor itself passes, also after it was rounded to a tensor of 16 bits.
+    return low >= closed_form_floor(dtype) * (1 + 2**-8)
+
+
 def _find_kernel(
     query: Tensor, key: Tensor, value: Tensor, additive: Tensor | None, is_causal: bool
 ) -> ops.LseKernel | None:
@@ -463,10 +502,12 @@ def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, states in (("query", query), ("key", key), ("value", value)):
         if states.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(states.shape)}; it must be [batch, heads, length, dim]")
-        if not states.is_floating_point() or states.dtype != query.dtype or states.device != query.device:
+        if states.dtype not in ops.DTYPES:
+            raise ValueError(f"{name} is {states.dtype}; it must be float16, bfloat16, float32 or float64")
+        if states.dtype != query.dtype or states.device != query.device:
             raise ValueError(
                 f"{name} is {states.dtype} on {states.device} and query {query.dtype} on {query.device}; query, key "
-                "and value must share one floating-point dtype and one device"
+                "and value must share one dtype and one device"
             )
     batch, heads, _, dim = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -488,15 +529,8 @@ def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _check_bias(query: Tensor, key: Tensor, key_bias: Tensor, key_index: Any) -> tuple[Tensor, int | Tensor]:
     """The bias as [batch or 1, heads] in the accumulating dtype, and the index as int or int64[batch]."""
-    batch, heads = query.shape[:2]
-    keys = key.shape[2]
-    if key_bias.shape not in ((heads,), (batch, heads)) or not key_bias.is_floating_point():
-        raise ValueError(
-            f"key_bias is {key_bias.dtype} of shape {tuple(key_bias.shape)}; it must be floating point of shape "
-            f"({heads},) or ({batch}, {heads}): one value per query head, not per key head"
-        )
-    bias = key_bias.to(query.device, ops.accumulate_dtype(query.dtype)).reshape(-1, heads)
-    bias = bias.clamp(-MAX_KEY_BIAS, MAX_KEY_BIAS)
+    batch, keys = query.shape[0], key.shape[2]
+    bias = _check_bias_values(query, key_bias).to(query.device, ops.accumulate_dtype(query.dtype))
     if isinstance(key_index, Tensor):
         if key_index.dtype == torch.bool or key_index.is_floating_point() or key_index.shape != (batch,):
             raise ValueError(
@@ -504,11 +538,12 @@ def _check_bias(query: Tensor, key: Tensor, key_bias: Tensor, key_index: Any) ->
                 f"shape ({batch},), one per batch row"
             )
         # On a GPU the values stay unread, since that would wait for the stream; indexing asserts there by itself.
+        key_index = key_index.to(torch.int64)
         if key_index.device.type == "cpu" and not torch.compiler.is_compiling():
             outside = key_index[(key_index < 0) | (key_index >= keys)]
             if outside.numel():
                 raise ValueError(f"key_index holds {int(outside[0])}; every value must be in [0, {keys})")
-        return bias, key_index.to(query.device, torch.int64)
+        return bias, key_index.to(query.device)
     try:
         position = operator.index(key_index)
     except TypeError:
@@ -518,14 +553,25 @@ def _check_bias(query: Tensor, key: Tensor, key_bias: Tensor, key_index: Any) ->
     return bias, position
 
 
+def _check_bias_values(output: Tensor, key_bias: Tensor) -> Tensor:
+    """The bias as [batch or 1, heads], clamped, for an output (or query) [batch, heads, ...]."""
+    batch, heads = output.shape[:2]
+    if key_bias.shape not in ((heads,), (batch, heads)) or not key_bias.is_floating_point():
+        raise ValueError(
+            f"key_bias is {key_bias.dtype} of shape {tuple(key_bias.shape)}; it must be floating point of shape "
+            f"({heads},) or ({batch}, {heads}): one value per query head, not per key head"
+        )
+    return key_bias.reshape(-1, heads).clamp(-MAX_KEY_BIAS, MAX_KEY_BIAS)
+
+
 def _read_range(key_bias: Tensor, bias_range: tuple[float, float] | None) -> tuple[float, float]:
     """Smallest and largest bias; minus and plus infinity where they are neither given nor may be read."""
     if bias_range is not None:
-        low, high = float(bias_range[0]), float(bias_range[1])
+        low, high = map(float, bias_range)
         if not low <= high:
             raise ValueError(f"bias_range is {bias_range}; it must be the smallest and the largest bias, in this order")
         return low, high
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or key_bias.is_meta:
         return -math.inf, math.inf
     if key_bias.numel() == 0:
         return 0.0, 0.0

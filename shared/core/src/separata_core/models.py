@@ -190,13 +190,15 @@ def capture_hidden_states(
         detach: Cut the records off from the graph. Turn off to differentiate through them.
 
     Yields:
-        For each layer, one tensor [batch, tokens, hidden] per forward call, in order; filled as the model runs. The
-        hooks are removed when the context is left, however that happens.
+        For each layer, one tensor [batch, tokens, hidden] per forward call, in order; filled as the model runs, from
+        whatever thread. The tensors are the model's own, not copies. The hooks are removed when the context is left,
+        however that happens.
 
     Raises:
-        ValueError: As `decoder_layers`, or a layer that does not exist.
+        ValueError: As `decoder_layers`, or a layer that does not exist, or a compiled model, whose code would pass over
+            the hooks.
     """
-    modules = decoder_layers(model)
+    modules = _layers_to_hook(model)
     wanted = _check_layers(range(len(modules)) if layers is None else layers, len(modules))
     records: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
 
@@ -225,10 +227,10 @@ def edit_hidden_states(model: nn.Module, edits: Mapping[int, Callable[[Tensor], 
         Nothing. The hooks are removed when the context is left, however that happens.
 
     Raises:
-        ValueError: As `decoder_layers`, or a layer that does not exist; during the model's forward, an edit that
-            returns something of another shape, dtype or device.
+        ValueError: As `capture_hidden_states`; during the model's forward, an edit that returns something of another
+            shape, dtype or device.
     """
-    modules = decoder_layers(model)
+    modules = _layers_to_hook(model)
     _check_layers(edits, len(modules))
 
     def editor(layer: int, edit: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -245,6 +247,18 @@ def edit_hidden_states(model: nn.Module, edits: Mapping[int, Callable[[Tensor], 
 
     with _hooked(modules, {layer: editor(layer, edit) for layer, edit in edits.items()}):
         yield
+
+
+def _layers_to_hook(model: nn.Module) -> nn.ModuleList:
+    layers = decoder_layers(model)
+    for path, module in model.named_modules():
+        # Compiled code that has run once does not look for hooks again: they would be passed over without a word.
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"{path or type(model).__name__} is compiled, and compiled code passes over hooks; use the model as it "
+                "was before torch.compile"
+            )
+    return layers
 
 
 @contextlib.contextmanager
@@ -281,7 +295,7 @@ def _check_layers(layers: Iterable[int], count: int) -> list[int]:
 
 def _find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """The decoder layers and the module that owns them."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if getattr(_config(model), "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported")
     strict = _strict(model)
     stacks: dict[str, tuple[nn.Module, nn.ModuleList]] = {}
@@ -370,9 +384,15 @@ def _first_int(sources: Iterable[object], names: Iterable[str]) -> int | None:
     return None
 
 
+def _config(model: nn.Module) -> Any:
+    """The configuration of the model or, in a wrapper that has none, of the first module inside that has one."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next((config for config in configs if config is not None), None)
+
+
 def _text_config(model: nn.Module) -> Any:
     """The configuration of the language model, inside of a multimodal one too; None without any."""
-    config = getattr(model, "config", None)
+    config = _config(model)
     getter = getattr(config, "get_text_config", None)
     return getter() if callable(getter) else config
 

@@ -32,15 +32,16 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- the name that everyone gives it
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 __all__ = ["VocabStatistics", "vocab_entropy", "vocab_log_probs", "vocab_statistics", "vocab_topk"]
 
 Backend = Literal["auto", "triton", "torch", "reference"]
 
-# Tiles of 2048 by 2048 stay in a processor's cache; an accelerator needs larger ones to be busy.
-TILE_ELEMENTS = 2**22
+# Smaller tiles stay in a processor's cache, but its threads then wait for each other more often, the longer the busier
+# the machine is; an accelerator needs larger ones to be busy.
+TILE_ELEMENTS = 2**23
 ACCELERATOR_TILE_ELEMENTS = 2**24
 
 # exp of this is 0 in every type, so replacing a lower exponent by it changes nothing but 0 * -inf, which is NaN.
@@ -69,7 +70,7 @@ class VocabStatistics:
 def vocab_log_probs(
     hidden: Float[Tensor, "*tokens dim"],
     weight: Float[Tensor, "vocab dim"],
-    targets: Int[Tensor, "*tokens"],
+    targets: Integer[Tensor, "*tokens"],
     *,
     bias: Float[Tensor, " vocab"] | None = None,
     temperature: float = 1.0,
@@ -164,7 +165,7 @@ def vocab_topk(
 def vocab_statistics(
     hidden: Float[Tensor, "*tokens dim"],
     weight: Float[Tensor, "vocab dim"],
-    targets: Int[Tensor, "*tokens"] | None = None,
+    targets: Integer[Tensor, "*tokens"] | None = None,
     *,
     entropy: bool = False,
     top_k: int = 0,
@@ -202,7 +203,7 @@ def vocab_statistics(
     _check(hidden, weight, targets, top_k, bias, temperature, logit_softcap, ignore_index)
     leading = hidden.shape[:-1]
     head = _Head(
-        hidden.reshape(-1, hidden.shape[-1]),
+        hidden.reshape(math.prod(leading), hidden.shape[-1]),
         weight,
         bias,
         temperature=float(temperature),
@@ -212,11 +213,11 @@ def vocab_statistics(
     if target is not None:
         target = target.masked_fill(target == ignore_index, _IGNORED)
     chosen = _choose(backend, hidden, top_k)
-    if chosen == "reference":
-        results = _reference(head, target, entropy, top_k)
-    else:
-        # Autocast would change the type of some products and not of others.
-        with torch.autocast(hidden.device.type, enabled=False):
+    # Autocast would change the type of some products and not of others.
+    with torch.autocast(hidden.device.type, enabled=False):
+        if chosen == "reference":
+            results = _reference(head, target, entropy, top_k)
+        else:
             results = _VocabStatistics.apply(
                 head.hidden, weight, bias, target, head.temperature, head.softcap, entropy, top_k, chosen == "triton"
             )
@@ -279,9 +280,10 @@ class _Tiles:
         cpu = head.hidden.device.type == "cpu"
         elements = TILE_ELEMENTS if cpu else ACCELERATOR_TILE_ELEMENTS
         # Square tiles read hidden and weight the fewest times; `dim` bounds the copies of a few rows of either.
-        side = max(1, min(math.isqrt(elements), elements // max(dim, 1)))
+        most = max(1, min(math.isqrt(elements), elements // max(dim, 1)))
+        side = math.ceil(tokens / math.ceil(tokens / most)) if tokens else 1
         self.rows = _slices(tokens, side)
-        self.columns = _slices(len(head.weight), max(1, elements // max(min(side, tokens), dim, 1)))
+        self.columns = _slices(len(head.weight), max(1, elements // max(side, dim)))
         # Processors multiply float16 many times slower than float32.
         self.product_dtype = torch.float32 if cpu and head.hidden.dtype == torch.float16 else head.hidden.dtype
         self._buffers: dict[str, Tensor] = {}
@@ -559,9 +561,10 @@ def _within(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 def _top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, lower columns first among equals; `torch.topk` leaves open which equals it returns."""
-    top, index = values.topk(k, dim=1, sorted=False)
-    least = top.amin(1, keepdim=True)
-    ambiguous = (torch.count_nonzero(values >= least, dim=1) > k).nonzero()[:, 0]
+    top, index = values.topk(min(k + 1, values.shape[1]), dim=1)
+    least = top[:, k - 1 : k]
+    ambiguous = (top[:, k:] == least).nonzero()[:, 0]
+    index = index[:, :k]
     if len(ambiguous):
         rest, level = values[ambiguous], least[ambiguous]
         above, equal = rest > level, rest == level
@@ -633,8 +636,10 @@ def _check(
     softcap: float | None,
     ignore_index: int,
 ) -> None:
-    if not hidden.is_floating_point():
-        raise TypeError(f"hidden must be a floating-point tensor, got {hidden.dtype}")
+    if hidden.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"hidden must be float16, bfloat16, float32 or float64, got {hidden.dtype}")
+    if hidden.is_meta:
+        raise ValueError("hidden is on the device meta, which holds no numbers")
     if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight must be [vocab, dim] with the last dimension of hidden, got {list(weight.shape)} for hidden of "
@@ -665,6 +670,7 @@ def _check(
         raise ValueError(
             f"targets must be {list(hidden.shape[:-1])}, one per token of hidden, got {list(targets.shape)}"
         )
+    targets = targets.long()  # narrow types cannot hold what they are compared with, unsigned ones have no comparison
     wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
     if wrong.any():
         raise ValueError(
