@@ -56,6 +56,8 @@ each_published = nox.parametrize(
     "member", [nox.param(m, id=m.name) for m in HOUSE.members if m.name != "separata-testing"]
 )
 # One thread for each test process: two cores run two of them.
+# What runs a package's tests once more elsewhere leaves the long ones, and most drawn examples, to the session `tests`.
+AGAIN = ("-m", "not slow", "--hypothesis-profile=quick")
 QUIET = {"VIRTUAL_ENV": None, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -118,6 +120,14 @@ def built(session: nox.Session) -> Path:
         )  # fmt: skip
         stamp.write_text(digest)
     return folder
+
+
+def bare(session: nox.Session, name: str) -> Path:
+    """Makes an empty environment `.nox/<name>`, unless it is there: `uv pip install --exact` empties it of the rest."""
+    venv = ROOT / ".nox" / name
+    if not (venv / "pyvenv.cfg").is_file():
+        session.run("uv", "venv", "--quiet", "--clear", str(venv), env=QUIET, external=True)
+    return venv
 
 
 def wheel_of(folder: Path, member: Member) -> Path:
@@ -203,12 +213,11 @@ def wheels(session: nox.Session) -> None:
     """
     folder = built(session)
     tool(session, environment(session, "tools", "--only-group", "tools"), "wheel_check.py", str(folder))
+    venv = bare(session, "bare")
     for member in HOUSE.members:
-        venv = ROOT / ".nox" / "bare"
-        session.run("uv", "venv", "--quiet", "--clear", str(venv), env=QUIET, external=True)
         session.run(
             "uv", "pip", "install", "--quiet", "--python", str(venv), "--find-links", str(folder), "--no-sources",
-            "--constraint", str(constraints()), str(wheel_of(folder, member)),
+            "--exact", "--constraint", str(constraints()), *OURS, str(wheel_of(folder, member)),
             env=QUIET, external=True,
         )  # fmt: skip
         code = f"import {member.module} as m; [getattr(m, name) for name in getattr(m, '__all__', ())]"
@@ -267,16 +276,18 @@ def lowest_core(session: nox.Session, member: Member, folder: Path) -> list[str]
 def minimum(session: nox.Session, member: Member) -> None:
     """One package alone on the lowest versions that it declares, the lowest core included."""
     folder = built(session)
-    venv = ROOT / ".nox" / f"minimum-{member.name}"
+    venv = bare(session, "minimum")
     install = ["uv", "pip", "install", "--quiet", "--python", str(venv), "--no-sources"]
     install += lowest_core(session, member, folder)
-    session.run("uv", "venv", "--quiet", "--clear", str(venv), env=QUIET, external=True)
     project = str(member.path / "pyproject.toml")
-    session.run(*install, "--resolution", "lowest-direct", "-r", project, "--all-extras", env=QUIET, external=True)
+    lowest = ["--exact", *OURS, "--resolution", "lowest-direct", "-r", project, "--all-extras"]
+    session.run(*install, *lowest, env=QUIET, external=True)
     session.run(*install, "--no-deps", str(wheel_of(folder, member)), env=QUIET, external=True)
-    session.run(*install, "separata-testing", "--group", f"{project}:test", env=QUIET, external=True)
+    # uv's cache takes a wheel of the same name for the same wheel, unless it is told to install it again.
+    again = ["--reinstall-package", "separata-testing", "separata-testing"]
+    session.run(*install, *again, "--group", f"{project}:test", env=QUIET, external=True)
     with outside(session, member.tests):
-        pytest(session, venv / "bin" / "python", "tests")
+        pytest(session, venv / "bin" / "python", *AGAIN, "tests")
 
 
 @nox.session
@@ -295,7 +306,7 @@ def vendor(session: nox.Session, member: Member) -> None:
         with session.chdir(folder):
             # No coverage here: --typecheck names the copy, whose annotations would else go unchecked.
             checked = f"--typecheck=vendored.{member.module}"
-            pytest(session, bin_ / "python", checked, f"vendored/{member.module}/tests", PYTHONPATH=folder)
+            pytest(session, bin_ / "python", *AGAIN, checked, f"vendored/{member.module}/tests", PYTHONPATH=folder)
 
 
 @nox.session

@@ -282,7 +282,27 @@ def test_hypothesis_repeats_exactly_unless_asked_to_explore(pytester):
         """
     )
     pytester.runpytest_inprocess(*ARGUMENTS).assert_outcomes(passed=1)
+    pytester.runpytest_inprocess(*ARGUMENTS, "--hypothesis-profile=quick").assert_outcomes(passed=1)
     pytester.runpytest_inprocess(*ARGUMENTS, "--hypothesis-profile=explore").assert_outcomes(failed=1)
+
+
+def test_quick_profile_draws_fewer_examples(pytester):
+    pytester.makepyfile(
+        """
+        from hypothesis import given, strategies
+
+        seen = []
+
+        @given(strategies.integers())
+        def test_draw(value):
+            seen.append(value)
+
+        def test_count():
+            assert 0 < len(seen) < 10
+        """
+    )
+    pytester.runpytest_inprocess(*ARGUMENTS, "--hypothesis-profile=quick").assert_outcomes(passed=2)
+    pytester.runpytest_inprocess(*ARGUMENTS).assert_outcomes(passed=1, failed=1)
 
 
 def test_environment_keeps_to_few_threads_and_off_the_network():

@@ -135,7 +135,11 @@ def _warning_filters(modules: tuple[str, ...]) -> list[str]:
 
 
 def _register_profiles() -> None:
-    """Registers and loads hypothesis profiles: `ci` (the default) repeats exactly, `explore` looks for new examples."""
+    """Registers hypothesis profiles and loads `ci`, which repeats exactly.
+
+    `quick` is the same with few examples, for where the same tests run once more in another environment; `explore`
+    looks for new examples.
+    """
     import hypothesis
 
     default = hypothesis.settings.get_profile("default")
@@ -143,6 +147,7 @@ def _register_profiles() -> None:
     hypothesis.settings.register_profile(
         "ci", default, derandomize=True, deadline=None, max_examples=40, database=None, suppress_health_check=checks
     )
+    hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("ci"), max_examples=8)
     hypothesis.settings.register_profile(
         "explore", default, deadline=None, derandomize=False, max_examples=1000, suppress_health_check=checks
     )

@@ -11,11 +11,14 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
+
 
 class Resumable:
     """Tests for a command that appends results to a JSON Lines file and, started again, goes on where it stopped.
 
-    The command runs as a process of its own and is killed with SIGKILL, which no code can catch.
+    The command runs as a process of its own and is killed with SIGKILL, which no code can catch. The tests that kill it
+    are marked `slow`, since they run it several times.
 
     Attributes:
         volatile: Fields of a record that differ between runs, such as times.
@@ -129,6 +132,7 @@ class Resumable:
         assert len(keys) >= 5, f"{len(keys)} results are too few to interrupt; command() must give at least five"
         assert len(set(keys)) == len(keys), "key() does not tell the results apart"
 
+    @pytest.mark.slow
     def test_killed_once(self, tmp_path: Path) -> None:
         expected = self._expected_records(tmp_path / "whole")
         for results in sorted({0, 1, len(expected) // 2, len(expected) - 1}):
@@ -142,6 +146,7 @@ class Resumable:
             self._finish(folder)
             self._assert_complete(folder, expected, f"killed after {results} results")
 
+    @pytest.mark.slow
     def test_killed_again_and_again(self, tmp_path: Path) -> None:
         expected = self._expected_records(tmp_path / "whole")
         folder = tmp_path / "killed-often"
@@ -153,6 +158,7 @@ class Resumable:
         self._finish(folder)
         self._assert_complete(folder, expected, f"killed {kills} times")
 
+    @pytest.mark.slow
     def test_half_a_line_at_the_end(self, tmp_path: Path) -> None:
         if not self.appends:
             return
