@@ -176,15 +176,3 @@ class TestDoor:
         query, key, value = (states(1, 2, 3, 8, seed=seed, dtype=torch.float64) for seed in (1, 2, 3))
         with pytest.raises(ValueError, match=r"'triton' (cannot run|needs a kernel)"):
             attention_with_key_bias(query, key, value, torch.ones(2, device=DEVICE), backend="triton")
-
-
-def test_cases_for_compiling_name_every_argument() -> None:
-    from separata_core.kernels import attention as kernels
-
-    cases = kernels.compile_cases()
-    assert len({c.name for c in cases}) == len(cases)
-    assert {c.signature["query_ptr"] for c in cases} == {"*fp32", "*fp16", "*bf16"}
-    assert {c.constexprs["head_width"] for c in cases} == {64, 128}
-    for c in cases:
-        assert set(c.signature) | set(c.constexprs) == set(c.fn.arg_names)
-        assert not set(c.signature) & set(c.constexprs)

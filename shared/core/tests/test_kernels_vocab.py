@@ -193,16 +193,3 @@ class TestRim:
     def test_auto_takes_the_kernel_on_a_gpu(self) -> None:
         hidden, weight = states(9, 33, dtype=torch.bfloat16), states(500, 33, seed=1, dtype=torch.bfloat16)
         assert torch.equal(vocab_entropy(hidden, weight), vocab_entropy(hidden, weight, backend="triton"))
-
-
-def test_cases_name_every_argument_once() -> None:
-    from separata_core.kernels.vocab import compile_cases
-
-    cases = compile_cases()
-    assert len({case.name for case in cases}) == len(cases)
-    for case in cases:
-        constants = {name for name, kind in case.signature.items() if kind == "constexpr"}
-        assert list(case.signature) == case.fn.arg_names
-        assert constants == set(case.constexprs)
-    elements = {case.signature["hidden_ptr"] for case in cases}
-    assert elements == {"*bf16", "*fp32"}
