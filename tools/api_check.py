@@ -26,9 +26,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import griffe
-from packaging.version import InvalidVersion, Version
-from workspace import ROOT, Member, UnknownMemberError, Workspace, WorkspaceError, fail
+from workspace import ROOT, Member, UnknownMemberError, Workspace, WorkspaceError, fail, needs
+
+try:
+    import griffe
+    from packaging.version import InvalidVersion, Version
+except ModuleNotFoundError as error:
+    sys.exit(needs(error))
 
 _PRIVATE_PARTS = ("internal", "kernels")
 

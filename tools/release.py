@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import catalogue
-from packaging.version import InvalidVersion, Version
 from workspace import (
     ROOT,
     Member,
@@ -34,10 +33,16 @@ from workspace import (
     Workspace,
     WorkspaceError,
     fail,
+    needs,
     normalise,
     requirement_extras,
     requirement_name,
 )
+
+try:
+    from packaging.version import InvalidVersion, Version
+except ModuleNotFoundError as error:
+    sys.exit(needs(error))
 
 # Sessions of the noxfile that must pass, by what is released. `{name}` is the distribution.
 SHARED_CHECKS = ("lock", "lint", "types", "imports", "api", "kernels", "tests({name})", "minimum({name})", "wheels")

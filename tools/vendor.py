@@ -34,9 +34,6 @@ from importlib.metadata import packages_distributions
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import libcst as cst
-from import_rewriter import ImportRewriter, Inspector, RewriteError, StringRewriter
-from libcst.metadata import MetadataWrapper
 from workspace import (
     ROOT,
     Import,
@@ -46,10 +43,18 @@ from workspace import (
     WorkspaceError,
     blocker,
     fail,
+    needs,
     normalise,
     parse_imports,
     requirement_name,
 )
+
+try:
+    import libcst as cst
+    from import_rewriter import ImportRewriter, Inspector, RewriteError, StringRewriter
+    from libcst.metadata import MetadataWrapper
+except ModuleNotFoundError as error:
+    sys.exit(needs(error))
 
 TOOL_VERSION = "1"
 MANIFEST = "VENDORED.json"

@@ -446,6 +446,21 @@ def blocker(names: Iterable[str], but: str = "") -> str:
     )
 
 
+def needs(error: ModuleNotFoundError) -> int:
+    """Prints how to get a library that a tool cannot be without, and returns the exit code 1.
+
+    Raises:
+        ModuleNotFoundError: What is missing is none of the libraries of the dependency group `tools`.
+    """
+    if error.name not in ("griffe", "libcst", "packaging"):
+        raise error
+    return fail(
+        f"this tool needs {error.name}: run it with the Python of an environment that has the dependency group "
+        f"`tools`, such as .venv/bin/python after `uv sync --all-packages --all-groups`, or `pip install {error.name}`",
+        1,
+    )
+
+
 def fail(message: str, code: int) -> int:
     """Prints one line to standard error, in the form that every tool uses, and returns the exit code."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)

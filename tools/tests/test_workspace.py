@@ -241,3 +241,19 @@ def test_the_real_house() -> None:
     assert loaded.graph["separata-core"] == set()
     for member in loaded.members:
         assert (member.source / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("script", "library"), [("vendor", "libcst"), ("release", "packaging"), ("api_check", "griffe")]
+)
+def test_a_tool_without_its_library_says_how_to_get_it(script: str, library: str) -> None:
+    code = f"{workspace.blocker([library])}sys.path.insert(0, 'tools')\nimport {script}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=workspace.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: this tool needs {library}: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_library_of_another_kind_is_not_explained_away() -> None:
+    with pytest.raises(ModuleNotFoundError, match="numpy"):
+        workspace.needs(ModuleNotFoundError("No module named 'numpy'", name="numpy"))
