@@ -308,6 +308,34 @@ def test_static_cache(llama):
     close(torch.cat([first, last], dim=1)[1], expected[1])
 
 
+@pytest.mark.parametrize("architecture", ["mistral", "llama"])
+@pytest.mark.parametrize(("prompt", "pads"), [(WINDOW - 2, 2), (WINDOW + 5, 0), (WINDOW + 5, 3)])
+def test_static_cache_in_generation(architecture, prompt, pads):
+    # transformers hands the model ready 4-D masks then, in which a window hides the start.
+    model = tiny_model(architecture)
+    ids, mask = tokens(2, prompt), torch.ones(2, prompt, dtype=torch.long)
+    mask[1, :pads] = 0
+    length = WINDOW + 4
+    options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "disable_compile": True}
+    options |= {"return_dict_in_generate": True, "output_logits": True, "attention_mask": mask}
+    with apply(model, some_config(model)):
+        expected = model.generate(ids, **options)
+        found = model.generate(ids, **options, cache_implementation="static")
+    assert torch.equal(found.sequences, expected.sequences)
+    close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_ready_mask_with_a_window(additive):
+    model = tiny_model("mistral")
+    ids = tokens(1, 3 * WINDOW)
+    at = torch.arange(3 * WINDOW)
+    seen = ((at[None] <= at[:, None]) & (at[:, None] - at[None] < WINDOW))[None, None]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) if additive else seen
+    with apply(model, some_config(model)):
+        close(logits(model, ids, attention_mask=mask), logits(model, ids))
+
+
 def test_static_cache_without_a_mask(llama):
     ids = tokens(2, 9)
     with apply(llama, some_config(llama)):
@@ -477,7 +505,16 @@ def test_a_copy_of_an_attached_model_is_vanilla(llama):
     ids = tokens()
     before = logits(llama, ids)
     with apply(llama, some_config(llama)):
-        assert torch.equal(logits(copy.deepcopy(llama), ids), before)
+        twin = copy.deepcopy(llama)
+        tuned = logits(llama, ids)
+        assert torch.equal(logits(twin, ids), before)
+        cache = twin(input_ids=ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="another configuration"):
+            llama(input_ids=ids[:, :1], past_key_values=cache)
+    with apply(twin, some_config(llama)):
+        assert torch.equal(logits(twin, ids), tuned)
+    assert torch.equal(logits(twin, ids), before)
+    assert twin.config._attn_implementation == "sdpa"
 
 
 def test_tokenizer_generation_through_the_public_door(llama):

@@ -1,4 +1,5 @@
 import json
+import shutil
 import sys
 
 import pytest
@@ -21,6 +22,9 @@ def folder(tmp_path_factory):
     rows = [{"text": each.text, "label": TASK.labels[each.label]} for each in examples()]
     (place / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ZeroTuningConfig.per_head(model, {1: 3.0}).save(place / "config.json")
+    shutil.copytree(place / "model", place / "cut")
+    weights = place / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
     return place
 
 
@@ -104,6 +108,24 @@ def test_demo_on_given_texts(folder, tmp_path, capsys, monkeypatch):
         (["calibrate", "--data", "{folder}/data.jsonl", "--out", "o", "--grid", "1,x"], 2, "no list of numbers"),
         (["calibrate", "--data", "{folder}/data.jsonl", "--out", "o", "--task", "x"], 2, "none of sst2"),
         (["demo", "--heads", "some"], 2, "none of profile"),
+        (["demo", "--model", "{folder}/data.jsonl"], 1, "there is no such folder"),
+        (["demo", "--model", "./missing"], 1, "there is no such folder"),
+        (["demo", "--model", "{folder}/cut"], 1, "{folder}/cut cannot be loaded: "),
+        (["calibrate", "--data", "{folder}/data.jsonl", "--labels", "yes,no", "--out", "{folder}"], 1, "is a folder"),
+        (
+            [
+                "generate",
+                "w1 w2",
+                "--config",
+                "{folder}/config.json",
+                "--model",
+                "{folder}/model",
+                "--max-new-tokens",
+                "511",
+            ],
+            1,
+            "513 tokens; the model takes 512",
+        ),
         (["demo", "--model", "{folder}/model", "--dtype", "int8"], 2, "none of float32"),
         (["demo", "--model", "{folder}/model", "--calibration", "13", "--dtype", "float32"], 1, "error: "),
     ],
@@ -115,8 +137,19 @@ def test_what_goes_wrong(folder, capsys, monkeypatch, arguments, code, message):
     monkeypatch.setattr(separata_embedded, "rated_texts", lambda name: RatedTexts(name, "none", ()))
     assert run([each.format(folder=folder) for each in arguments]) == code
     captured = capsys.readouterr()
-    assert message in captured.err
+    assert message.format(folder=folder) in captured.err
     assert captured.out == ""
+
+
+def test_ctrl_c_is_one_line(folder, tmp_path, capsys, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zerotuning.evaluation.Scorer.predict", interrupt)
+    out = tmp_path / "out.json"
+    assert run(on(folder, "calibrate", "--out", str(out))) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert list(tmp_path.iterdir()) == []
 
 
 class TestCommandLine(CommandLine):
@@ -128,11 +161,8 @@ class TestCommandLine(CommandLine):
         ZeroTuningConfig.uniform(zerotuning.ModelId("llama", "", 2, 4, 2), 2.0).save(path)
         return str(path)
 
-    def succeeding(self, folder):
-        return [["show", self._config(folder)]]
-
     def failing(self, folder):
-        return [["show", str(folder / "missing.json")]]
+        return [["calibrate", "--data", str(folder / "missing.jsonl"), "--out", str(folder / "c.json")]]
 
     def wrong_usage(self, folder):
         return [["show"]]

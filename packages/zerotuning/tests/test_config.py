@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from separata_testing.models import tiny_model
 from separata_testing.suites import FileFormat
 from zerotuning import ModelId, ZeroTuningConfig
+from zerotuning.config import check_writable
 
 IDENTITY = ModelId("llama", "somewhere", 3, 4, 2)
 
@@ -148,3 +149,52 @@ def test_layers_that_differ_are_refused():
     model.model.layers[1].self_attn.num_heads = 8
     with pytest.raises(ValueError, match="layers differ"):
         ModelId.of(model)
+
+
+def test_metadata_come_back_as_json_has_them(tmp_path):
+    path = tmp_path / "c.json"
+    ZeroTuningConfig.uniform(IDENTITY, 2.0, meta={"sizes": {10: 1, 9: (1, 2)}}).save(path)
+    assert ZeroTuningConfig.load(path).meta == {"sizes": {"10": 1, "9": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"type": "llama"}}, "no valid configuration"),
+        ({"gamma": 5}, "no valid configuration"),
+        ({"gamma": [[0, 0, -2.0]]}, "gamma of layer 0, head 0 is -2"),
+        ({"gamma": [[-1, 0, 2.0]]}, "layer -1 does not exist"),
+        ({"gamma": [[0, 4, 2.0]]}, "head 4 does not exist"),
+        ({"meta": [1]}, "no valid configuration"),
+        ({"mode": "key"}, "mode='key' is not offered"),
+    ],
+)
+def test_contents_that_no_release_wrote(tmp_path, change, message):
+    from zerotuning.config import _digest
+
+    path = tmp_path / "c.json"
+    ZeroTuningConfig.uniform(IDENTITY, 2.0).save(path)
+    body = {**json.loads(path.read_text()), **change}
+    del body["sha256"]
+    path.write_text(json.dumps({**body, "sha256": _digest(body)}))
+    with pytest.raises(ValueError, match=message):
+        ZeroTuningConfig.load(path)
+
+
+def test_place_of_a_file_is_checked_beforehand(tmp_path):
+    check_writable(tmp_path / "c.json")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        check_writable(tmp_path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        check_writable(tmp_path / "no" / "c.json")
+
+
+def test_folder_that_may_not_be_written_to(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied")
+
+    # Simulated, since nothing is forbidden to root.
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(PermissionError, match="cannot be written to: Permission denied"):
+        check_writable(tmp_path / "c.json")

@@ -13,9 +13,19 @@ def configs(model):
     return [ZeroTuningConfig.uniform(model, 1.0), ZeroTuningConfig.per_head(model, {0: 100.0, 2: 0.01, 3: 100.0})]
 
 
-@torch.no_grad()
+_SINGLE = {}
+
+
 def one_by_one(model, config, task=TASK):
-    """Answers without batches, padding or shared prefixes."""
+    """Answers without batches, padding or shared prefixes; kept, since every model of an architecture is the same."""
+    key = (model.config.model_type, config.fingerprint, task)
+    if key not in _SINGLE:
+        _SINGLE[key] = _one_by_one(model, config, task)
+    return _SINGLE[key]
+
+
+@torch.no_grad()
+def _one_by_one(model, config, task):
     tokenizer = word_tokenizer()
     parsed, constrained = [], []
     for text in TEXTS:
@@ -68,6 +78,25 @@ def test_labels_of_several_tokens_are_scored_whole():
     assert set(answers.parsed) <= {UNPARSED, 2}
     said = scorer.tokenizer.convert_tokens_to_ids(["yes", "no", "w1"])
     assert [scorer._parse(token) for token in said] == [UNPARSED, 2, UNPARSED]
+
+
+def test_tokenizer_that_ends_every_text():
+    class Ending:
+        eos_token_id = 2
+
+        def __init__(self):
+            self.inner = word_tokenizer()
+
+        def __call__(self, text, add_special_tokens=True):
+            found = self.inner(text)["input_ids"]
+            if add_special_tokens:
+                found = [*found, 2] if isinstance(text, str) else [[*ids, 2] for ids in found]
+            return {"input_ids": found}
+
+    model = talkative_model()
+    scorer = Scorer(model, Ending(), TASK, TEXTS)
+    plain = Scorer(model, word_tokenizer(), TASK, TEXTS)
+    assert (scorer.prompts, scorer.label_tokens) == (plain.prompts, plain.label_tokens)
 
 
 def test_model_is_left_as_it_was():

@@ -44,6 +44,16 @@ def test_without_the_extra(arguments, capsys, monkeypatch, missing, code):
     assert "pip install 'zerotuning[cli]'" in capsys.readouterr().err
 
 
+def test_ctrl_c_while_modules_are_loaded(arguments, capsys, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    arguments("--help")
+    monkeypatch.setattr("zerotuning.cli.run", interrupt)
+    assert script.main() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_public_names_are_there():
     for name in zerotuning.__all__:
         assert getattr(zerotuning, name) is not None

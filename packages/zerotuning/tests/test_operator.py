@@ -143,6 +143,24 @@ def test_start_of_a_ready_mask(additive):
     assert live.all()
 
 
+@pytest.mark.parametrize("padding_sees", ["all", "itself", "nothing"])
+@pytest.mark.parametrize("window", [2, 3, 20])
+def test_start_behind_a_window(window, padding_sees):
+    starts, length = torch.tensor([0, 3, 8]), 9
+    at = torch.arange(length)
+    seen = (at[None] <= at[:, None]) & (at[:, None] - at[None] < window)
+    seen = seen & (at >= starts[:, None])[:, None]
+    padding = at < starts[:, None]
+    others = {"all": torch.ones(length, length), "itself": torch.eye(length), "nothing": torch.zeros(length, length)}
+    seen = torch.where(padding[..., None], others[padding_sees].bool(), seen)
+    # A static cache has room behind.
+    seen = torch.nn.functional.pad(seen, (0, 4))
+    start, live = start_indices_4d(seen[:, None])
+    assert start.tolist() == starts.tolist()
+    assert live.all()
+    assert start_indices_4d(torch.zeros(1, 1, 2, 3, dtype=torch.bool))[1].tolist() == [False]
+
+
 def test_clamp_and_warning():
     assert clamp_log_gamma(torch.tensor([500.0, -500.0, 1.0])).tolist() == [80, -80, 1]
     with pytest.warns(UserWarning, match="float16"):

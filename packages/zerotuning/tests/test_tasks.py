@@ -90,6 +90,24 @@ def test_read_json_lines_and_csv(tmp_path):
     assert TASKS["sst2"].read(lines) == TASKS["sst2"].read(table) == expected
 
 
+def test_byte_order_mark_and_empty_lines(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes("text,label\r\nfine,1\r\n".encode("utf-8-sig"))
+    assert TASKS["mr"].read(path) == [Example("fine", 1)]
+    path = tmp_path / "x.jsonl"
+    path.write_bytes('{"text": "fine", "label": 1}\r\n\r\n'.encode("utf-8-sig"))
+    assert TASKS["mr"].read(path) == [Example("fine", 1)]
+
+
+def test_numbers_as_label_words_are_words(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "fine", "label": 1}\n')
+    task = TaskSpec("stars", "{text}", ("2", "1", "0"))
+    assert task.read(path) == [Example("fine", 1)]
+    path.write_text('{"text": "fine", "label": 0}\n')
+    assert task.read(path) == [Example("fine", 2)]
+
+
 def test_read_with_own_values(tmp_path):
     task = TaskSpec("x", "{text}", ("bad", "good"), values=("-1", "1"))
     path = tmp_path / "x.csv"
@@ -108,10 +126,16 @@ def test_read_with_own_values(tmp_path):
         ("a.jsonl", '{"text": "x"}\n', "line 1: no 'label'"),
         ("a.csv", "text\nx\n", "line 2: no 'label'"),
         ("a.txt", "", r"must end in \.csv or \.jsonl"),
+        ("a.jsonl", "[" * 100_000, "line 1: not JSON"),
+        ("a.jsonl", '\n{"text": " ", "label": 0}\n', "line 2: 'text' must be a text"),
+        ("a.jsonl", '{"text": ["x"], "label": 0}\n', "line 1: 'text' must be a text"),
+        ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "line 1: 'text' must be a text"),
+        ("a.csv", f"text,label\n{'x' * 200_000},0\n", "line 2: field larger"),
+        ("a.csv", "text,label\ncaf\xe9,0\n".encode("latin-1"), r"a\.csv is not UTF-8"),
     ],
 )
 def test_bad_file(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         TASKS["mr"].read(tmp_path / name)
 

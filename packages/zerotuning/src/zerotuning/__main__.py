@@ -8,7 +8,7 @@ def main() -> int:
     """Run the command line.
 
     Returns:
-        0 if it ran, 1 if it failed or the `cli` extra is missing, 2 for wrong usage.
+        0 if it ran, 1 if it failed or the `cli` extra is missing, 2 for wrong usage, 130 after Ctrl-C.
     """
     # Threads that spin while they wait make small models ten times slower where the cores are shared. It counts only
     # before torch is loaded.
@@ -20,9 +20,13 @@ def main() -> int:
             raise
         print("error: the command line needs typer: pip install 'zerotuning[cli]'", file=sys.stderr)
         return 1
-    from zerotuning.cli import run
+    try:
+        from zerotuning.cli import run
 
-    return run(sys.argv[1:])
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:  # while modules are loaded; later `run` answers it
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def attach(model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfi
     for each in configs:
         each.check_fits(model)
 
-    original = str(decoder.config._attn_implementation)
+    original = _original(decoder.config._attn_implementation)
     stacked = clamp_log_gamma(torch.stack([each.log_gamma for each in configs]))
     warn_if_extreme(stacked, next(model.parameters()).dtype)
     attachment = _Attachment(
@@ -104,7 +104,7 @@ def attach(model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfi
         decoder.register_forward_pre_hook(attachment.before_forward, with_kwargs=True),
         decoder.register_forward_hook(attachment.after_forward),
     ]
-    for index, module in enumerate(modules):
+    for index, module in enumerate([*modules, decoder]):
         _SLOTS[module] = _Slot(attachment, index)
     try:
         decoder.set_attn_implementation(_NAMES[original])
@@ -119,14 +119,15 @@ def detach(model: nn.Module) -> None:
     Args:
         model: The model.
     """
-    attachment = None
+    decoder = _decoder(model)
+    slot = _SLOTS.pop(decoder, None)
+    if slot is None:
+        return
     for module in attention_modules(model):
-        slot = _SLOTS.pop(module, None)
-        attachment = slot.attachment if slot is not None else attachment
-    if attachment is not None:
-        for handle in attachment.handles:
-            handle.remove()
-        _decoder(model).set_attn_implementation(attachment.original)
+        _SLOTS.pop(module, None)
+    for handle in slot.attachment.handles:
+        handle.remove()
+    decoder.set_attn_implementation(slot.attachment.original)
 
 
 def select_cache_rows(cache: Any, rows: Int[Tensor, " rows"]) -> None:
@@ -200,7 +201,14 @@ class _Attachment:
         self.handles: list[Any] = []
         self.forward: _Forward | None = None
 
+    def _is_on(self, decoder: nn.Module) -> bool:
+        # A copy of the model carries copies of the hooks, but it runs as it is.
+        slot = _SLOTS.get(decoder)
+        return slot is not None and slot.attachment is self
+
     def before_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_on(decoder):
+            return
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         input_ids: Tensor | None = arguments.get("input_ids")
         tokens: Tensor = arguments["inputs_embeds"] if input_ids is None else input_ids
@@ -224,6 +232,8 @@ class _Attachment:
             setattr(cache, _CACHE_MARK, _Mark(self.marks, start))
 
     def after_forward(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._is_on(decoder):
+            return
         # The decoder makes the cache itself when the caller only said `use_cache=True`.
         cache = getattr(output, "past_key_values", None)
         if cache is not None and self.forward is not None:
@@ -246,8 +256,7 @@ class _Attachment:
     ) -> tuple[Tensor | None, Tensor | None]:
         attention_mask = arguments.get("attention_mask")
         if isinstance(attention_mask, dict):
-            # Models with several kinds of layers accept one ready mask for each kind; windows hide the start in the
-            # others.
+            # Models with several kinds of layers accept one ready mask for each kind.
             attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values()), None))
         if attention_mask is None:
             if past and mark is not None:
@@ -263,6 +272,10 @@ class _Attachment:
         start, live = find(attention_mask)
         batch = tokens.shape[0]
         start, live = start.to(tokens.device).expand(batch), live.to(tokens.device).expand(batch)
+        if attention_mask.ndim == 4 and past and mark is not None:
+            # The mask may belong to layers whose window has passed the start, and then counts from there.
+            known = torch.zeros_like(start) if mark.start is None else mark.start.to(start.device)
+            start = known if known.shape == start.shape else start
         all_live = bool(live.all())
         if not all_live:
             warnings.warn(
@@ -418,6 +431,11 @@ def _eager_of(module: nn.Module) -> Any:
 _NAMES = {"sdpa": f"{_PREFIX}_sdpa", "eager": f"{_PREFIX}_eager"}
 
 
+def _original(implementation: Any) -> str:
+    """The attention that a name stands for: a copy of an attached model still has the name of ours."""
+    return next((name for name, ours in _NAMES.items() if ours == implementation), str(implementation))
+
+
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -437,7 +455,7 @@ def _check_supported(model: nn.Module, decoder: Any) -> None:
     config = getattr(decoder, "config", None)
     if config is None or not hasattr(decoder, "set_attn_implementation"):
         raise _not_wrappable(model, "custom code")
-    implementation = config._attn_implementation
+    implementation = _original(config._attn_implementation)
     # No public name says whether a model's code goes through the attention interface.
     if implementation not in _NAMES or not decoder._can_set_attn_implementation():
         raise _not_wrappable(model, implementation)

@@ -54,7 +54,7 @@ class HeadProfile:
         Returns:
             `"up"`, `"down"` or `"neutral"`.
         """
-        # Deltas are multiples of one example; half of one decides against rounding.
+        # Deltas are multiples of one example, up to rounding.
         delta = self.deltas[head] if self.gamma_probe > 1 else -self.deltas[head]
         if abs(delta) <= 1.001 * self.tolerance:
             return "neutral"
@@ -74,10 +74,7 @@ class HeadProfile:
         Raises:
             ValueError: `p` is not in (0, 1], or `combine` is none of the four.
         """
-        if not 0 < p <= 1:
-            raise ValueError(f"p is {p}; it must be above 0 and at most 1")
-        if combine not in ("dominant", "up", "down", "both"):
-            raise ValueError(f"combine is {combine!r}; it must be 'dominant', 'up', 'down' or 'both'")
+        _check_selection(p, combine)
         count = max(1, round(p * len(self.deltas)))
         strongest = sorted(range(len(self.deltas)), key=lambda head: (-abs(self.deltas[head]), head))
         sign = {"up": 1, "down": -1}
@@ -200,6 +197,7 @@ def calibrate(
         raise ValueError(f"metric is {metric!r}; it must be 'accuracy' or 'constrained_accuracy'")
     if configs_per_pass < 1:
         raise ValueError(f"configs_per_pass is {configs_per_pass}; it must be at least 1")
+    _check_selection(p, combine)
     check_examples(task, data)
     identity = ModelId.of(model)
     gammas = _checked_grid(grid)
@@ -282,6 +280,13 @@ def calibrate(
         }
     }
     return CalibrationResult(config_of(best.gamma, meta), best.gamma, curve, metric, profile, tuple(warnings))
+
+
+def _check_selection(p: float, combine: str) -> None:
+    if not 0 < p <= 1:
+        raise ValueError(f"p is {p}; it must be above 0 and at most 1")
+    if combine not in ("dominant", "up", "down", "both"):
+        raise ValueError(f"combine is {combine!r}; it must be 'dominant', 'up', 'down' or 'both'")
 
 
 def _checked_grid(grid: Sequence[float]) -> list[float]:

@@ -20,6 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 and the number of the signal."""
+
 _DTYPES = ("float32", "bfloat16", "float16")
 
 Model = Annotated[str | None, typer.Option(help="Folder or name of a transformers model; SmolLM2-135M if not given.")]
@@ -97,15 +100,18 @@ def calibrate_command(
     as_json: AsJson = False,
 ) -> None:
     """Choose heads and gamma on labelled texts."""
-    from zerotuning.calibration import DEFAULT_GRID, calibrate
-    from zerotuning.demo import describe_choice
-
     _choice("--heads", heads, ("profile", "uniform"))
     _choice("--metric", metric, ("accuracy", "constrained_accuracy"))
     _choice("--combine", combine, ("dominant", "up", "down", "both"))
     spec = _task(task, template, labels, text_column, label_column)
-    gammas = DEFAULT_GRID if grid is None else _grid(grid)
+    gammas = None if grid is None else _grid(grid)
+    # Before torch is loaded, so that a mistake in the data is told at once.
     examples = spec.read(data)[:limit]
+    from zerotuning.calibration import DEFAULT_GRID, calibrate
+    from zerotuning.config import check_writable
+    from zerotuning.demo import describe_choice
+
+    check_writable(out)
     loaded, tokenizer = _load(model, dtype)
     options: dict[str, Any] = {"heads": heads, "metric": metric, "combine": combine}
     result = calibrate(
@@ -113,7 +119,7 @@ def calibrate_command(
         tokenizer,
         examples,
         spec,
-        grid=gammas,
+        grid=gammas or DEFAULT_GRID,
         gamma_probe=gamma_probe,
         p=p,
         batch_rows=batch_rows,
@@ -152,13 +158,13 @@ def eval_command(
     as_json: AsJson = False,
 ) -> None:
     """Compare a configuration with the untouched model on labelled texts."""
+    spec = _task(task, template, labels, text_column, label_column)
+    examples = spec.read(data)[:limit]
     from zerotuning.config import ZeroTuningConfig
     from zerotuning.demo import comparison_table
     from zerotuning.evaluation import evaluate
 
-    spec = _task(task, template, labels, text_column, label_column)
     loaded_config = ZeroTuningConfig.load(config)
-    examples = spec.read(data)[:limit]
     loaded, tokenizer = _load(model, dtype)
     result = evaluate(loaded, tokenizer, spec, examples, loaded_config, batch_rows=batch_rows, progress=True)
     _print(result.to_json() if as_json else "\n".join(comparison_table(result)))
@@ -217,6 +223,9 @@ def generate(
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(loaded.device)
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("the prompt is empty")
+    longest, limit = inputs["input_ids"].shape[1] + max_new_tokens, loaded.config.max_position_embeddings
+    if longest > limit:
+        raise ValueError(f"prompt and new tokens are {longest} tokens; the model takes {limit}: shorten the prompt")
     texts = {}
     for name, each in (("vanilla", ZeroTuningConfig.uniform(loaded_config.model_id, 1.0)), ("tuned", loaded_config)):
         with apply(loaded, each):
@@ -234,14 +243,17 @@ def run(arguments: Sequence[str]) -> int:
         arguments: Without the program's name.
 
     Returns:
-        The exit code: 0 if it ran, 1 if it failed, 2 for wrong usage.
+        The exit code: 0 if it ran, 1 if it failed, 2 for wrong usage, 130 if it was interrupted.
     """
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
             app(args=list(arguments), prog_name="zerotuning")
         except SystemExit as exit_:
-            return exit_.code if isinstance(exit_.code, int) else 0
+            code = exit_.code if isinstance(exit_.code, int) else 0
+            if code == INTERRUPTED:
+                print("interrupted", file=sys.stderr)
+            return code
         except (ValueError, OSError, RuntimeError, ImportError) as error:
             # What to do about it may stand in a later line of the message.
             print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
@@ -296,8 +308,15 @@ def _load(place: str | None, dtype: str | None) -> tuple[Any, Any]:
         return embedded().load_smollm2(dtype=dtype, device=device)  # type: ignore[no-any-return]  # optional package
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=getattr(torch, dtype), trust_remote_code=False)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    # What looks like a path is one: only a plain name, with or without its owner, is asked for on the model hub.
+    if not Path(place).is_dir() and (Path(place).exists() or place[:1] in "/.~" or place.count("/") > 1):
+        raise ValueError(f"--model {place}: there is no such folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=getattr(torch, dtype), trust_remote_code=False)
+    except Exception as error:  # files can be broken in more ways than their readers have errors for
+        raise ValueError(f"--model {place} cannot be loaded: {error}") from None
+    return model.to(device).eval(), tokenizer
 
 
 def _has_fast_bfloat16() -> bool:

@@ -285,7 +285,9 @@ class ZeroTuningConfig:
             "meta": dict(self.meta),
             "versions": _versions(),
         }
-        write_atomically(Path(path), json.dumps({**body, "sha256": _digest(body)}, indent=1, allow_nan=False) + "\n")
+        # Through JSON once, so that the digest is of what will be read: keys become strings there, tuples lists.
+        body = json.loads(json.dumps(body, allow_nan=False))
+        write_atomically(Path(path), json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ZeroTuningConfig":
@@ -316,18 +318,45 @@ class ZeroTuningConfig:
             )
         if body.pop("sha256", None) != _digest(body):
             raise ValueError(f"{path} was altered after it was written: its contents do not match its 'sha256'")
-        identity = ModelId(**body["model"])
-        log_gamma = torch.zeros(identity.layers, identity.query_heads)
-        for layer, head, gamma in body["gamma"]:
-            log_gamma[layer, head] = _log_of(gamma, f"layer {layer}, head {head}")
-        return cls(log_gamma, identity, body["granularity"], body["mode"], body["meta"])
+        _check_options(body.get("mode"), body.get("granularity"))
+        try:
+            identity = ModelId(**body["model"])
+            log_gamma = torch.zeros(identity.layers, identity.query_heads)
+            for layer, head, gamma in body["gamma"]:
+                _indices([layer], identity.layers, "layer")
+                _indices([head], identity.query_heads, "head")
+                log_gamma[layer, head] = _log_of(gamma, f"layer {layer}, head {head}")
+            return cls(log_gamma, identity, body["granularity"], body["mode"], dict(body["meta"]))
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise ValueError(f"{path} is no valid configuration: {error}") from None
 
 
-def _check_options(mode: str, granularity: str) -> None:
+def _check_options(mode: object, granularity: object) -> None:
     if mode != "exact":
         raise ValueError(f"mode={mode!r} is not offered; the only mode is 'exact'")
     if granularity not in ("uniform", "head_index"):
         raise ValueError(f"granularity={granularity!r} is not offered; use 'uniform' or 'head_index'")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before the work, a place where a file cannot be written after it.
+
+    Args:
+        path: The file to come.
+
+    Raises:
+        OSError: Its folder does not exist or may not be written to, or a folder is in its place.
+    """
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the folder of {path} does not exist")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise type(error)(f"the folder of {path} cannot be written to: {error.strerror}") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 
 from zerotuning.calibration import CalibrationResult, calibrate
-from zerotuning.config import ModelId
+from zerotuning.config import ModelId, check_writable
 from zerotuning.evaluation import Evaluation, evaluate
 from zerotuning.metrics import PairedComparison, Proportion
 from zerotuning.tasks import TASKS, Example
@@ -181,8 +181,7 @@ def run_demo(
         ValueError: See `choose_reviews` and `calibrate`.
         OSError: `out` cannot be written.
     """
-    if not out.absolute().parent.is_dir():
-        raise FileNotFoundError(f"the folder of {out} does not exist")
+    check_writable(out)
     task = TASKS["mr"]
     chosen, held_out = choose_reviews(
         texts, tokenizer, (calibration_items, test_items), max_tokens=max_tokens, seed=seed

@@ -214,7 +214,10 @@ class Scorer:
         self.tokenizer, self.task, self.batch_rows = tokenizer, task, batch_rows
         self.label_tokens = task.label_tokens(tokenizer)
         self.one_token = is_one_token(task, self.label_tokens)
-        self.prompts: list[list[int]] = tokenizer([task.prompt(text) for text in texts])["input_ids"]
+        prompts: list[list[int]] = tokenizer([task.prompt(text) for text in texts])["input_ids"]
+        # Some tokenizers end every text; behind that no answer follows.
+        end = tokenizer.eos_token_id
+        self.prompts = [ids[:-1] if end is not None and ids[-1:] == [end] else ids for ids in prompts]
         longest = max(map(len, self.prompts)) + max(map(len, self.label_tokens))
         limit = getattr(model.config, "max_position_embeddings", None)
         if isinstance(limit, int) and longest > limit:

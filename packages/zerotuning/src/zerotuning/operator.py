@@ -86,24 +86,42 @@ def start_indices(
         The index of the first real token of each row, and whether the row has one at all (its index is 0 if not).
     """
     real = attention_mask != 0
-    # argmax of a bool tensor is not offered on every device; of equal values it gives the first.
-    return real.to(torch.int8).argmax(dim=-1), real.any(dim=-1)
+    return _first(real), real.any(dim=-1)
 
 
 def start_indices_4d(
     attention_mask: Bool[Tensor, "batch #heads query key"] | Float[Tensor, "batch #heads query key"],
 ) -> tuple[Int[Tensor, " batch"], Bool[Tensor, " batch"]]:
-    """Find the initial token of each row in a ready-made mask: the first key that the last query may see.
+    """Find the initial token of each row in a ready-made mask.
 
-    Earlier queries are no guide, because rows that belong to padding are often given something to look at.
+    That is the first key that the last query sees, or where a window hides it, the first key that the query of that
+    key sees, and so on back to a query that sees nothing earlier. The first queries are no guide, because rows that
+    belong to padding are often given something to look at.
 
     Args:
         attention_mask: True (bool) or above half of the type's lowest value (float, additive) where a key is visible.
 
     Returns:
-        As `start_indices`.
+        As `start_indices`. Behind a window that is shorter than the keys of earlier forwards the index is that of the
+        first key in sight.
     """
-    last = attention_mask[:, 0, -1]
-    if last.dtype != torch.bool:
-        last = last > torch.finfo(last.dtype).min / 2
-    return start_indices(last)
+    seen = attention_mask[:, 0]
+    if seen.dtype != torch.bool:
+        seen = seen > torch.finfo(seen.dtype).min / 2
+    keys = seen.shape[-1]
+    live = seen.any(dim=-1)
+    first, last = _first(seen), keys - 1 - _first(seen.flip(-1))
+    # A query of a causal mask sees its own key last. A padding query that sees everything counts for the last key only,
+    # which is nobody's predecessor.
+    before = torch.arange(keys, device=seen.device).expand(seen.shape[0], -1)
+    before = before.scatter(1, last, torch.where(live, first, last))
+    start = first[:, -1]
+    while bool(((further := before.gather(1, start[:, None])[:, 0]) < start).any()):
+        start = torch.minimum(further, start)
+    return start, live[:, -1]
+
+
+def _first(seen: Tensor) -> Tensor:
+    """Index of the first True along the last dimension, 0 if there is none."""
+    # argmax of a bool tensor is not offered on every device; of equal values it gives the first.
+    return seen.to(torch.int8).argmax(dim=-1)

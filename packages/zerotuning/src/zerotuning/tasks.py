@@ -35,7 +35,7 @@ class TaskSpec:
         labels: The label words, without the leading space that the model puts before them.
         text_column: Column (CSV) or key (JSON Lines) of the text.
         label_column: Column or key of the label.
-        values: What the label column holds for each label; if empty, the label's index or its word.
+        values: What the label column holds for each label; if empty, its word, or its index unless words are numbers.
     """
 
     name: str
@@ -121,47 +121,68 @@ class TaskSpec:
             The examples, in order.
 
         Raises:
-            ValueError: Another kind of file, a missing column, an unknown label; line and value are named.
+            ValueError: Another kind of file, a missing column, an empty text, an unknown label; the line is named.
             OSError: The file cannot be read.
         """
         path = Path(path)
-        if path.suffix == ".csv":
-            with path.open(encoding="utf-8", newline="") as file:
-                return self._examples(path, csv.DictReader(file), first=2)
-        if path.suffix in (".jsonl", ".ndjson"):
-            with path.open(encoding="utf-8") as file:
-                return self._examples(path, _json_lines(path, file), first=1)
-        raise ValueError(f"{path} must end in .csv or .jsonl")
+        read = {".csv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows}.get(path.suffix)
+        if read is None:
+            raise ValueError(f"{path} must end in .csv or .jsonl")
+        try:
+            # Spreadsheets put a byte order mark before UTF-8.
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                return self._examples(path, read(path, file))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
 
-    def _examples(self, path: Path, rows: Iterable[Mapping[str, Any]], first: int) -> list[Example]:
+    def _examples(self, path: Path, rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Example]:
         meanings = {word.lower(): index for index, word in enumerate(self.labels)}
         if self.values:
             meanings = {value.lower(): index for index, value in enumerate(self.values)}
-        else:
+        elif not any(word.isdigit() for word in meanings):
+            # Where label words are numbers, an index could be taken for another label's word.
             meanings |= {str(index): index for index in range(len(self.labels))}
         examples = []
-        for line, row in enumerate(rows, start=first):
+        for line, row in rows:
             for column in (self.text_column, self.label_column):
                 if row.get(column) is None:
                     raise ValueError(f"{path}, line {line}: no {column!r}; the columns are {sorted(map(str, row))}")
-            value = str(row[self.label_column]).strip().lower()
+            text, value = row[self.text_column], str(row[self.label_column]).strip().lower()
+            if not _is_text(text):
+                raise ValueError(f"{path}, line {line}: {self.text_column!r} must be a text that is not empty")
             if value not in meanings:
                 raise ValueError(f"{path}, line {line}: label {value!r} is none of {sorted(meanings)}")
-            examples.append(Example(str(row[self.text_column]), meanings[value]))
+            examples.append(Example(text, meanings[value]))
         return examples
 
 
-def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+def _is_text(value: object) -> bool:
+    # JSON can escape half of a surrogate pair, which no tokenizer takes.
+    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= each <= "\udfff" for each in value)
+
+
+def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.DictReader(lines)
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from None
+
+
+def _json_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
         if not isinstance(row, dict):
             raise ValueError(  # noqa: TRY004  # the file is wrong, not the caller's type
                 f"{path}, line {number}: expected a JSON object, found {type(row).__name__}"
             )
-        yield row
+        yield number, row
 
 
 def check_examples(task: TaskSpec, examples: Sequence[Example]) -> None:
