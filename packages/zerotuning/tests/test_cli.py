@@ -1,11 +1,9 @@
 import json
-import shutil
-import sys
 
 import pytest
 import zerotuning
 from separata_testing.suites import CommandLine
-from tiny_task import TASK, examples, talkative_model, word_tokenizer
+from tiny_task import TASK, write_files
 from zerotuning import ZeroTuningConfig
 from zerotuning.cli import run
 
@@ -15,17 +13,7 @@ OPTIONS = ["--template", TASK.template, "--labels", "yes,no", "--dtype", "float3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model, data and a configuration on the disk."""
-    place = tmp_path_factory.mktemp("cli")
-    model = talkative_model()
-    model.save_pretrained(place / "model")
-    word_tokenizer().save_pretrained(place / "model")
-    rows = [{"text": each.text, "label": TASK.labels[each.label]} for each in examples()]
-    (place / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ZeroTuningConfig.per_head(model, {1: 3.0}).save(place / "config.json")
-    shutil.copytree(place / "model", place / "cut")
-    weights = place / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    return place
+    return write_files(tmp_path_factory.mktemp("cli"))
 
 
 def on(folder, *arguments):
@@ -79,25 +67,6 @@ def test_show_names_heads(folder, capsys):
     assert "head   1: gamma 3" in output(capsys, ["show", str(folder / "config.json")]).out
 
 
-def test_demo_on_given_texts(folder, tmp_path, capsys, monkeypatch):
-    import separata_embedded
-    from separata_embedded import RatedText, RatedTexts
-
-    texts = [RatedText(str(i), 2.0 if each.label else -2.0, each.text) for i, each in enumerate(examples(60))]
-    monkeypatch.setattr(separata_embedded, "rated_texts", lambda name: RatedTexts(name, "ours", tuple(texts)))
-    out = tmp_path / "demo.json"
-    arguments = ["demo", "--model", str(folder / "model"), "--dtype", "float32", "--calibration", "12", "--test", "20"]
-    shown = output(capsys, [*arguments, "--out", str(out)]).out
-    assert "film reviews (ours)" in shown
-    assert "calibrated on 12 texts, evaluated on 20 others" in shown
-    assert str(out) in shown
-    result = json.loads(output(capsys, [*arguments, "--out", str(out), "--json", "--heads", "uniform"]).out)
-    assert result["data"] == {"source": "film reviews (ours)", "calibration": 12, "test": 20}
-    assert result["verdict"] in ("helped", "hurt", "no difference shown")
-    assert result["calibration"]["profile"] is None
-    ZeroTuningConfig.load(out)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -107,10 +76,6 @@ def test_demo_on_given_texts(folder, tmp_path, capsys, monkeypatch):
         (["calibrate", "--data", "{folder}/data.jsonl", "--out", "o", "--heads", "some"], 2, "none of profile"),
         (["calibrate", "--data", "{folder}/data.jsonl", "--out", "o", "--grid", "1,x"], 2, "no list of numbers"),
         (["calibrate", "--data", "{folder}/data.jsonl", "--out", "o", "--task", "x"], 2, "none of sst2"),
-        (["demo", "--heads", "some"], 2, "none of profile"),
-        (["demo", "--model", "{folder}/data.jsonl"], 1, "there is no such folder"),
-        (["demo", "--model", "./missing"], 1, "there is no such folder"),
-        (["demo", "--model", "{folder}/cut"], 1, "{folder}/cut cannot be loaded: "),
         (["calibrate", "--data", "{folder}/data.jsonl", "--labels", "yes,no", "--out", "{folder}"], 1, "is a folder"),
         (
             [
@@ -126,18 +91,19 @@ def test_demo_on_given_texts(folder, tmp_path, capsys, monkeypatch):
             1,
             "513 tokens; the model takes 512",
         ),
-        (["demo", "--model", "{folder}/model", "--dtype", "int8"], 2, "none of float32"),
-        (["demo", "--model", "{folder}/model", "--calibration", "13", "--dtype", "float32"], 1, "error: "),
+        (["generate", "w", "--config", "{folder}/config.json", "--model", "{folder}/data.jsonl"], 1, "no such folder"),
+        (["generate", "w", "--config", "{folder}/config.json", "--model", "./missing"], 1, "there is no such folder"),
+        (
+            ["generate", "w", "--config", "{folder}/config.json", "--model", "{folder}/cut"],
+            1,
+            "/cut cannot be loaded: ",
+        ),
     ],
 )
-def test_what_goes_wrong(folder, capsys, monkeypatch, arguments, code, message):
-    import separata_embedded
-    from separata_embedded import RatedTexts
-
-    monkeypatch.setattr(separata_embedded, "rated_texts", lambda name: RatedTexts(name, "none", ()))
+def test_what_goes_wrong(folder, capsys, arguments, code, message):
     assert run([each.format(folder=folder) for each in arguments]) == code
     captured = capsys.readouterr()
-    assert message.format(folder=folder) in captured.err
+    assert message in captured.err
     assert captured.out == ""
 
 
@@ -169,12 +135,6 @@ class TestCommandLine(CommandLine):
 
     def json_commands(self, folder):
         return [["show", self._config(folder), "--json"]]
-
-
-def test_default_model_without_the_demo_extra(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "separata_embedded", None)
-    assert run(["demo"]) == 1
-    assert "pip install 'zerotuning[demo]'" in capsys.readouterr().err
 
 
 def test_a_warning_is_one_line(folder, tmp_path, capsys):

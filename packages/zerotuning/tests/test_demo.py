@@ -1,11 +1,14 @@
+import json
+import sys
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from tiny_task import examples, talkative_model, word_tokenizer
+from tiny_task import examples, talkative_model, word_tokenizer, write_files
 from zerotuning import ZeroTuningConfig
-from zerotuning.demo import choose_reviews, report, run_demo, verdict_line
-from zerotuning.evaluation import Predictions, compare
+from zerotuning.cli import run
+from zerotuning.demo import choose_reviews, report, run_demo
+from zerotuning.report import verdict_line
 
 Rated = namedtuple("Rated", "rating text")
 TEXTS = [Rated(2.0 if each.label else -2.0, each.text) for each in examples(80)]
@@ -66,15 +69,55 @@ def test_report_says_what_was_found(tmp_path):
     assert Path(result.to_json()["config"]) == out
 
 
-def test_verdicts_are_honest():
-    data = examples(24)
-    right, wrong = (0, 1) * 12, (1, 0) * 12
-    unparsed = (-1,) * 24
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_files(tmp_path_factory.mktemp("demo"))
 
-    def line(vanilla, tuned):
-        return verdict_line(compare(data, vanilla, tuned))
 
-    assert line(Predictions(wrong, wrong), Predictions(right, right)).startswith("It helped: accuracy +1.000")
-    assert "by format" in line(Predictions(unparsed, right), Predictions(right, right))
-    assert line(Predictions(right, right), Predictions(wrong, wrong)).startswith("It hurt: accuracy -1.000")
-    assert line(Predictions(right, right), Predictions(right, right)).startswith("No difference shown")
+def output(capsys, arguments):
+    assert run(arguments) == 0
+    return capsys.readouterr()
+
+
+def test_demo_on_given_texts(folder, tmp_path, capsys, monkeypatch):
+    import separata_embedded
+    from separata_embedded import RatedText, RatedTexts
+
+    texts = [RatedText(str(i), 2.0 if each.label else -2.0, each.text) for i, each in enumerate(examples(60))]
+    monkeypatch.setattr(separata_embedded, "rated_texts", lambda name: RatedTexts(name, "ours", tuple(texts)))
+    out = tmp_path / "demo.json"
+    arguments = ["demo", "--model", str(folder / "model"), "--dtype", "float32", "--calibration", "12", "--test", "20"]
+    shown = output(capsys, [*arguments, "--out", str(out)]).out
+    assert "film reviews (ours)" in shown
+    assert "calibrated on 12 texts, evaluated on 20 others" in shown
+    assert str(out) in shown
+    result = json.loads(output(capsys, [*arguments, "--out", str(out), "--json", "--heads", "uniform"]).out)
+    assert result["data"] == {"source": "film reviews (ours)", "calibration": 12, "test": 20}
+    assert result["verdict"] in ("helped", "hurt", "no difference shown")
+    assert result["calibration"]["profile"] is None
+    ZeroTuningConfig.load(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["demo", "--heads", "some"], 2, "none of profile"),
+        (["demo", "--model", "{folder}/model", "--dtype", "int8"], 2, "none of float32"),
+        (["demo", "--model", "{folder}/model", "--calibration", "13", "--dtype", "float32"], 1, "error: "),
+    ],
+)
+def test_what_goes_wrong(folder, capsys, monkeypatch, arguments, code, message):
+    import separata_embedded
+    from separata_embedded import RatedTexts
+
+    monkeypatch.setattr(separata_embedded, "rated_texts", lambda name: RatedTexts(name, "none", ()))
+    assert run([each.format(folder=folder) for each in arguments]) == code
+    captured = capsys.readouterr()
+    assert message.format(folder=folder) in captured.err
+    assert captured.out == ""
+
+
+def test_default_model_without_the_demo_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "separata_embedded", None)
+    assert run(["demo"]) == 1
+    assert "pip install 'zerotuning[demo]'" in capsys.readouterr().err

@@ -1,10 +1,13 @@
 """A tiny model with words for tokens, and a task whose labels it answers by chance."""
 
+import json
+import shutil
+
 import torch
 from separata_testing.models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from zerotuning import Example, TaskSpec
+from zerotuning import Example, TaskSpec, ZeroTuningConfig
 
 WORDS = [f"w{index}" for index in range(200)]
 TASK = TaskSpec("tiny", "one two three four five six seven eight nine {text} Answer:", ("yes", "no"))
@@ -47,3 +50,17 @@ def talkative_model(architecture: str = "llama"):
         # Among the other words nothing is likely.
         head[6:] *= 0.02
     return model
+
+
+def write_files(place):
+    """What the command line needs: a model, a damaged copy of it, labelled texts and a configuration."""
+    model = talkative_model()
+    model.save_pretrained(place / "model")
+    word_tokenizer().save_pretrained(place / "model")
+    rows = [{"text": each.text, "label": TASK.labels[each.label]} for each in examples()]
+    (place / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ZeroTuningConfig.per_head(model, {1: 3.0}).save(place / "config.json")
+    shutil.copytree(place / "model", place / "cut")
+    weights = place / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return place

@@ -97,7 +97,6 @@ def attach(model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfi
         marks=tuple(None if each.is_identity else each.fingerprint for each in configs),
         parameters=tuple(inspect.signature(decoder.forward).parameters),
         pad_token_id=_pad_token_id(model),
-        cache_layers=tuple(int(getattr(module, "layer_idx", index)) for index, module in enumerate(modules)),
     )
     _register()
     attachment.handles = [
@@ -163,13 +162,14 @@ class _Mark:
 class _Forward:
     """What the layers need to know of the forward that is running.
 
-    `start` is None where every row starts at key 0. `live` is None where every row has a token at all.
+    `end` counts the positions up to the last query. `start` is None where every row starts at key 0, `live` where every
+    row has a token at all.
     """
 
     batch: int
+    end: int
     start: Tensor | None
     live: Tensor | None
-    offsets: dict[int, int]
 
 
 class _Attachment:
@@ -184,7 +184,6 @@ class _Attachment:
         marks: tuple[str | None, ...],
         parameters: tuple[str, ...],
         pad_token_id: int | None,
-        cache_layers: tuple[int, ...],
     ) -> None:
         self.original = original
         self.log_gamma = log_gamma
@@ -197,7 +196,6 @@ class _Attachment:
         self.marks = _shortest(marks)
         self.parameters = parameters
         self.pad_token_id = pad_token_id
-        self.cache_layers = cache_layers
         self.handles: list[Any] = []
         self.forward: _Forward | None = None
 
@@ -221,13 +219,7 @@ class _Attachment:
         past = 0 if cache is None else int(cache.get_seq_length())
         mark = self._checked_mark(cache, past)
         start, live = self._starts(arguments, tokens, input_ids, past, mark)
-        offsets = {}
-        if cache is not None and past:
-            for index, cache_layer in enumerate(self.cache_layers):
-                # A sliding-window layer keeps its latest keys only, so its first key may be a later token.
-                if self.log_gamma[index] is not None and (offset := int(cache.get_mask_sizes(length, cache_layer)[1])):
-                    offsets[index] = offset
-        self.forward = _Forward(batch, start, live, offsets)
+        self.forward = _Forward(batch, past + length, start, live)
         if cache is not None:
             setattr(cache, _CACHE_MARK, _Mark(self.marks, start))
 
@@ -306,7 +298,7 @@ class _Attachment:
                 "pass one sequence per row"
             )
 
-    def layer(self, index: int, query: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]] | None:
+    def layer(self, index: int, query: Tensor, keys: int) -> tuple[Tensor, Tensor, tuple[float, float]] | None:
         """The bias `[batch, heads]`, the key `[batch]` it belongs to, bounds of the bias; None if nothing changes."""
         log_gamma = self.log_gamma[index]
         if log_gamma is None:
@@ -329,7 +321,8 @@ class _Attachment:
         start = query.new_zeros(batch, dtype=torch.long) if start is None else start.to(query.device)
         if forward.live is not None:
             bias = bias * forward.live.to(query.device)[:, None]
-        if offset := forward.offsets.get(index, 0):
+        if (offset := forward.end - keys) > 0:
+            # A sliding-window layer keeps its latest keys only, so its first key is a later token.
             start = start - offset
             bias = bias * (start >= 0)[:, None]
             start = start.clamp(min=0)
@@ -345,10 +338,10 @@ class _Slot:
 _SLOTS: "weakref.WeakKeyDictionary[nn.Module, _Slot]" = weakref.WeakKeyDictionary()
 
 
-def _layer_of(module: nn.Module, query: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]] | None:
+def _layer_of(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]] | None:
     # Absent for a copy of the model, or for another one that shares the config object: those run as they are.
     slot = _SLOTS.get(module)
-    return None if slot is None else slot.attachment.layer(slot.layer, query)
+    return None if slot is None else slot.attachment.layer(slot.layer, query, key.shape[2])
 
 
 def _sdpa_forward(
@@ -364,7 +357,7 @@ def _sdpa_forward(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    layer = _layer_of(module, query)
+    layer = _layer_of(module, query, key)
     if layer is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -414,7 +407,7 @@ def _eager_forward(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    layer = _layer_of(module, query)
+    layer = _layer_of(module, query, key)
     if layer is not None:
         bias, start, _ = layer
         # transformers always builds the mask for eager attention, so causality is in it.

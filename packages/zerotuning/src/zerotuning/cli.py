@@ -109,7 +109,7 @@ def calibrate_command(
     examples = spec.read(data)[:limit]
     from zerotuning.calibration import DEFAULT_GRID, calibrate
     from zerotuning.config import check_writable
-    from zerotuning.demo import describe_choice
+    from zerotuning.report import describe_choice
 
     check_writable(out)
     loaded, tokenizer = _load(model, dtype)
@@ -161,8 +161,8 @@ def eval_command(
     spec = _task(task, template, labels, text_column, label_column)
     examples = spec.read(data)[:limit]
     from zerotuning.config import ZeroTuningConfig
-    from zerotuning.demo import comparison_table
     from zerotuning.evaluation import evaluate
+    from zerotuning.report import comparison_table
 
     loaded_config = ZeroTuningConfig.load(config)
     loaded, tokenizer = _load(model, dtype)
