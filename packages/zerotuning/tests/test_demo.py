@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from tiny_task import examples, talkative_model, word_tokenizer, write_files
-from zerotuning import ZeroTuningConfig
+from zerotuning import DEFAULT_GRID, ZeroTuningConfig
 from zerotuning.cli import run
-from zerotuning.demo import choose_reviews, report, run_demo
+from zerotuning.demo import DEMO_GRID, choose_reviews, report, run_demo
 from zerotuning.report import verdict_line
 
 Rated = namedtuple("Rated", "rating text")
@@ -63,6 +63,7 @@ def test_report_says_what_was_found(tmp_path):
         progress=False,
     )
     assert ZeroTuningConfig.load(out) == result.calibration.config
+    assert {point.gamma for point in result.calibration.curve} <= set(DEMO_GRID) < set(DEFAULT_GRID)
     text = report(result)
     assert "texts of ours" in text
     assert verdict_line(result.evaluation) in text

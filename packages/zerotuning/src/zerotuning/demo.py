@@ -18,6 +18,9 @@ from zerotuning.tasks import TASKS, Example
 # Snippets rated nearer to neutral than this have no clear label.
 _LEAST_RATING = 1.0
 
+DEMO_GRID = (0.1, 0.25, 0.5, 0.7, 1.0, 1.5, 2.0, 4.0, 10.0)
+"""Half of the default grid, so that the demo takes under two minutes on two cores."""
+
 
 def embedded() -> Any:
     """The package `separata_embedded`, which brings the default model and the texts.
@@ -187,7 +190,9 @@ def run_demo(
         texts, tokenizer, (calibration_items, test_items), max_tokens=max_tokens, seed=seed
     )
     began = time.monotonic()
-    found = calibrate(model, tokenizer, chosen, task, heads=heads, batch_rows=batch_rows, progress=progress)
+    found = calibrate(
+        model, tokenizer, chosen, task, heads=heads, grid=DEMO_GRID, batch_rows=batch_rows, progress=progress
+    )
     evaluation = evaluate(model, tokenizer, task, held_out, found.config, batch_rows=batch_rows, progress=progress)
     found.config.save(out)
     return DemoResult(
