@@ -42,6 +42,15 @@ def test_gap_of_the_others_shrinks_as_the_paper_says():
     assert (0.3 - 0.2) - float(row[1] - row[2]) == pytest.approx(0.1 * 1 * 0.5 / 1.5, abs=1e-7)
 
 
+def test_grouped_heads_untouched():
+    weights = causal_weights(QUERY, KEY)
+    expected = torch.tensor([[0.401112, 0.401112, 0.197776], [0.305695, 0.074320, 0.619985]], dtype=torch.float64)
+    torch.testing.assert_close(reweight(weights, torch.zeros(2))[0, :, 2], expected, atol=1e-6, rtol=0)
+    output = attention_with_key_bias(QUERY, KEY, VALUE, torch.zeros(2), is_causal=True)[0, :, 2]
+    expected = torch.tensor([[0.796664, 0.796664], [1.545665, 1.314290]], dtype=torch.float64)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=0)
+
+
 def test_grouped_heads_by_hand():
     weights = reweight(causal_weights(QUERY, KEY), GAMMA.log())
     expected = torch.tensor([[0.572562, 0.286281, 0.141156], [0.180425, 0.087729, 0.731846]], dtype=torch.float64)
@@ -82,6 +91,10 @@ def test_negative_logit_rises():
     plain = torch.tensor([-1.0, 0.0], dtype=torch.float64).softmax(-1)
     row = reweight(plain[None, None, None], log(2.0))[0, 0, 0]
     torch.testing.assert_close(row, torch.tensor([0.423883, 0.576117], dtype=torch.float64), atol=1e-6, rtol=0)
+    # Twice the key is twice the logit: it moves the other way.
+    scaled = torch.tensor([-2.0, 0.0], dtype=torch.float64).softmax(-1)
+    torch.testing.assert_close(scaled, torch.tensor([0.119203, 0.880797], dtype=torch.float64), atol=1e-6, rtol=0)
+    assert scaled[0] < plain[0] < row[0]
 
 
 @pytest.mark.parametrize(
