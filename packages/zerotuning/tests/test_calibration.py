@@ -1,4 +1,10 @@
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -232,8 +238,8 @@ def test_resume_of_another_run_is_refused(tmp_path):
         run(other, grid=[2.0], resume=points)
 
 
-def test_killed_run_resumes_with_nothing_lost_or_doubled(tmp_path, monkeypatch):
-    # `kill -9` leaves what the file holds at that moment, so a run that starts from there is one that was killed.
+def test_resume_from_any_moment_loses_and_doubles_nothing(tmp_path, monkeypatch):
+    # What the file holds before each point, and lines cut within; the test after this one kills a real process.
     whole, points = tmp_path / "whole.jsonl", tmp_path / "points.jsonl"
     options = {"heads": "profile", "gamma_probe": 4.0, "grid": [1.5, 2, 0.5]}
     moments = []
@@ -256,6 +262,48 @@ def test_killed_run_resumes_with_nothing_lost_or_doubled(tmp_path, monkeypatch):
         assert run(resume=points, **options).to_json() == expected.to_json()
         # In the order of the whole run, so nothing was done twice and nothing is missing.
         assert points.read_bytes() == complete
+
+
+_RUN_TO_BE_KILLED = """
+import sys, time
+sys.path.insert(0, {here!r})
+from tiny_task import *
+from zerotuning import calibration
+original = calibration.PointLog._write
+written = []
+def wait_for_the_end(self, record):
+    original(self, record)
+    written.append(record)
+    if len(written) == 4:
+        time.sleep(600)
+calibration.PointLog._write = wait_for_the_end
+calibration.calibrate(talkative_model(), word_tokenizer(), examples(), TASK, heads="profile", gamma_probe=4.0,
+                      grid=[1.5, 2, 0.5], resume=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_killed_process_resumes_with_nothing_lost_or_doubled(tmp_path):
+    points, whole = tmp_path / "points.jsonl", tmp_path / "whole.jsonl"
+    options = {"heads": "profile", "gamma_probe": 4.0, "grid": [1.5, 2, 0.5]}
+    expected = run(resume=whole, **options)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    script = _RUN_TO_BE_KILLED.format(here=str(Path(__file__).parent))
+    process = subprocess.Popen([sys.executable, "-c", script, str(points)], env=environment, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while not points.exists() or points.read_bytes().count(b"\n") < 4:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    left = points.read_bytes()
+    assert left.count(b"\n") == 4 < whole.read_bytes().count(b"\n")
+    assert run(resume=points, **options).to_json() == expected.to_json()
+    assert points.read_bytes() == whole.read_bytes()
+    assert points.read_bytes().startswith(left)
 
 
 def test_progress_goes_to_standard_error(capsys):

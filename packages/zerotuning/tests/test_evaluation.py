@@ -10,7 +10,7 @@ TEXTS = [example.text for example in DATA]
 
 
 def configs(model):
-    return [ZeroTuningConfig.uniform(model, 1.0), ZeroTuningConfig.per_head(model, {0: 100.0, 2: 0.01, 3: 100.0})]
+    return [ZeroTuningConfig.uniform(model, 1.0), ZeroTuningConfig.per_head(model, {0: 1e4, 2: 1e-4})]
 
 
 _SINGLE = {}
@@ -54,7 +54,7 @@ def test_batches_answer_as_single_prompts_do(architecture, rows):
     for config, answers in zip(both, together, strict=True):
         assert answers == one_by_one(model, config)
         assert answers == scorer.predict([config])[0]
-    assert architecture != "llama" or together[0] != together[1]
+    assert together[0] != together[1]
 
 
 def test_without_a_shared_prefix():
