@@ -10,7 +10,12 @@ TEXTS = [example.text for example in DATA]
 
 
 def configs(model):
-    return [ZeroTuningConfig.uniform(model, 1.0), ZeroTuningConfig.per_head(model, {0: 1e4, 2: 1e-4})]
+    """Nothing, opposite factors by head, and one that changes many answers of every architecture."""
+    return [
+        ZeroTuningConfig.uniform(model, 1.0),
+        ZeroTuningConfig.per_head(model, {0: 1e4, 2: 1e-4}),
+        ZeroTuningConfig.uniform(model, 100.0),
+    ]
 
 
 _SINGLE = {}
@@ -47,14 +52,26 @@ def test_batches_answer_as_single_prompts_do(architecture, rows):
     model = talkative_model(architecture)
     scorer = Scorer(model, word_tokenizer(), TASK, TEXTS, batch_rows=rows)
     assert len(scorer.prefix) == 9
-    both = configs(model)
+    several = configs(model)
     told = []
-    together = scorer.predict(both, advance=told.append)
-    assert sum(told) == 2 * len(TEXTS)
-    for config, answers in zip(both, together, strict=True):
+    together = scorer.predict(several, advance=told.append)
+    assert sum(told) == 3 * len(TEXTS)
+    for config, answers in zip(several, together, strict=True):
         assert answers == one_by_one(model, config)
         assert answers == scorer.predict([config])[0]
-    assert together[0] != together[1]
+    # Else rows under the wrong configuration would go unnoticed.
+    assert together[0] != together[2]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
+@torch.no_grad()
+def test_configurations_of_the_batches_act(architecture):
+    model = talkative_model(architecture)
+    ids = torch.tensor([word_tokenizer()(TASK.prompt(TEXTS[0]))["input_ids"]])
+    plain = model(ids).logits[0, -1]
+    for config in configs(model)[1:]:
+        with apply(model, config):
+            assert (model(ids).logits[0, -1] - plain).abs().max() > 0.1
 
 
 def test_without_a_shared_prefix():
@@ -118,7 +135,7 @@ def test_bad_input():
 
 def test_evaluate_pairs_the_two():
     model = talkative_model()
-    vanilla, config = configs(model)
+    vanilla, config, _ = configs(model)
     result = evaluate(model, word_tokenizer(), TASK, DATA, config, batch_rows=8)
     expected = compare(DATA, one_by_one(model, vanilla), one_by_one(model, config))
     assert result == expected
