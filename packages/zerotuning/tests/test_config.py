@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from separata_testing.models import tiny_model
 from separata_testing.suites import FileFormat
 from zerotuning import ModelId, ZeroTuningConfig
-from zerotuning.config import check_writable
+from zerotuning.config import _check_options, check_writable
 
 IDENTITY = ModelId("llama", "somewhere", 3, 4, 2)
 
@@ -17,8 +17,8 @@ class TestFile(FileFormat):
     error = ValueError
 
     def example(self):
-        return ZeroTuningConfig.per_head(
-            IDENTITY, {0: 0.3, 3: 2.5}, layers=[0, 2], meta={"calibration": {"gamma": 2.5}}
+        return ZeroTuningConfig.per_layer_head(
+            IDENTITY, {(0, 0): 0.3, (2, 3): 2.5}, meta={"calibration": {"gamma": 2.5}}, mode="query"
         )
 
     def save(self, value, path):
@@ -29,6 +29,15 @@ class TestFile(FileFormat):
 
     def equal(self, first, second):
         return first == second and first.meta == second.meta and first.granularity == second.granularity
+
+
+class TestFileOfVersion1(TestFile):
+    def example(self):
+        return ZeroTuningConfig.per_head(IDENTITY, {0: 0.3, 3: 2.5}, layers=[0, 2], meta={"gamma": 2.5})
+
+    def make_newer(self, path):
+        super().make_newer(path)
+        return super().make_newer(path)
 
 
 @given(st.lists(st.floats(-80, 80, width=32), min_size=12, max_size=12))
@@ -104,13 +113,75 @@ def test_other_bad_input():
         ZeroTuningConfig(torch.zeros(2, 4), IDENTITY)
 
 
-def test_modes_not_offered_say_so():
-    from zerotuning.config import _check_options
+def test_pairs_and_layers():
+    pairs = ZeroTuningConfig.per_layer_head(IDENTITY, {(0, 3): 2.0, (2, 1): 0.5})
+    assert pairs.log_gamma.nonzero().tolist() == [[0, 3], [2, 1]]
+    assert pairs.log_gamma[0, 3].item() == pytest.approx(math.log(2))
+    assert pairs.granularity == "layer_head"
+    layers = ZeroTuningConfig.per_layer(IDENTITY, {1: 3.0})
+    assert layers.log_gamma.exp()[1].tolist() == pytest.approx([3.0] * 4)
+    assert layers.layers == (1,)
+    assert layers.granularity == "layer"
+    with pytest.raises(ValueError, match="gamma of layer 0, head 3 is 0"):
+        ZeroTuningConfig.per_layer_head(IDENTITY, {(0, 3): 0})
+    with pytest.raises(ValueError, match="head 4 does not exist"):
+        ZeroTuningConfig.per_layer_head(IDENTITY, {(0, 4): 2.0})
+    with pytest.raises(ValueError, match="gamma of layer 1 is nan"):
+        ZeroTuningConfig.per_layer(IDENTITY, {1: math.nan})
+    with pytest.raises(ValueError, match="layer 3 does not exist"):
+        ZeroTuningConfig.per_layer(IDENTITY, {3: 2.0})
 
-    with pytest.raises(ValueError, match="mode='key' is not offered"):
-        _check_options("key", "uniform")
-    with pytest.raises(ValueError, match="granularity='layer' is not offered"):
-        _check_options("exact", "layer")
+
+class TestModes:
+    def test_key_needs_one_gamma_for_a_group(self):
+        with pytest.raises(ValueError, match=r"layer 1 the heads 2, 3 of key/value head 1 have the gammas 1, 2"):
+            ZeroTuningConfig.uniform(IDENTITY, 2.0, heads=[0, 1, 3], layers=[1], mode="key")
+        config = ZeroTuningConfig.uniform(IDENTITY, 2.0, heads=[2, 3], mode="key")
+        assert config.mode == "key"
+        assert ZeroTuningConfig.uniform(IDENTITY, 2.0, heads=[3], mode="query").mode == "query"
+
+    def test_every_constructor_takes_the_mode(self):
+        assert ZeroTuningConfig.per_head(IDENTITY, {0: 2.0}, mode="query").mode == "query"
+        assert ZeroTuningConfig.per_layer_head(IDENTITY, {(0, 0): 2.0}, mode="query").mode == "query"
+        assert ZeroTuningConfig.per_layer(IDENTITY, {0: 2.0}, mode="key").mode == "key"
+
+    def test_mode_is_part_of_what_is_computed(self):
+        exact, key, query = (ZeroTuningConfig.uniform(IDENTITY, 2.0, mode=mode) for mode in ("exact", "key", "query"))
+        assert len({config.fingerprint for config in (exact, key, query)}) == 3
+        assert exact != key
+
+    def test_compose_keeps_the_mode_and_wants_it_equal(self):
+        key = ZeroTuningConfig.uniform(IDENTITY, 2.0, mode="key")
+        both = key.compose(ZeroTuningConfig.per_layer(IDENTITY, {0: 3.0}, mode="key"))
+        assert both.mode == "key"
+        assert both.log_gamma.exp()[:2, 0].tolist() == pytest.approx([6.0, 2.0])
+        with pytest.raises(ValueError, match="modes 'key' and 'exact'"):
+            key.compose(ZeroTuningConfig.uniform(IDENTITY, 2.0))
+
+    def test_unknown_names(self):
+        with pytest.raises(ValueError, match="mode='value' is not offered; use one of 'exact', 'key', 'query'"):
+            _check_options("value", "uniform")
+        with pytest.raises(ValueError, match="granularity='token' is not offered"):
+            _check_options("exact", "token")
+
+
+@pytest.mark.parametrize(
+    ("config", "version"),
+    [
+        (ZeroTuningConfig.uniform(IDENTITY, 2.0), 1),
+        (ZeroTuningConfig.per_head(IDENTITY, {1: 2.0}), 1),
+        (ZeroTuningConfig.per_layer(IDENTITY, {1: 2.0}), 2),
+        (ZeroTuningConfig.per_layer_head(IDENTITY, {(1, 1): 2.0}), 2),
+        (ZeroTuningConfig.uniform(IDENTITY, 2.0, mode="key"), 2),
+        (ZeroTuningConfig.uniform(IDENTITY, 2.0, mode="query"), 2),
+    ],
+)
+def test_older_readers_get_what_they_understand_and_refuse_the_rest(tmp_path, config, version):
+    config.save(tmp_path / "c.json")
+    assert json.loads((tmp_path / "c.json").read_text())["version"] == version
+    loaded = ZeroTuningConfig.load(tmp_path / "c.json")
+    assert loaded == config
+    assert (loaded.mode, loaded.granularity) == (config.mode, config.granularity)
 
 
 def test_values_are_a_copy():
@@ -124,6 +195,10 @@ def test_compose_multiplies():
     both = ZeroTuningConfig.uniform(IDENTITY, 2.0).compose(ZeroTuningConfig.per_head(IDENTITY, {1: 3.0}))
     assert both.log_gamma.exp()[0].tolist() == pytest.approx([2, 6, 2, 2])
     assert both.granularity == "head_index"
+    assert both.compose(ZeroTuningConfig.per_layer(IDENTITY, {1: 3.0})).granularity == "layer_head"
+    assert ZeroTuningConfig.uniform(IDENTITY, 2.0).compose(both).granularity == "head_index"
+    layers = ZeroTuningConfig.per_layer(IDENTITY, {1: 3.0})
+    assert ZeroTuningConfig.uniform(IDENTITY, 2.0).compose(layers).granularity == "layer"
     with pytest.raises(ValueError, match="different models"):
         both.compose(ZeroTuningConfig.uniform(ModelId("qwen2", "", 3, 4, 2), 2.0))
 
@@ -166,7 +241,9 @@ def test_metadata_come_back_as_json_has_them(tmp_path):
         ({"gamma": [[-1, 0, 2.0]]}, "layer -1 does not exist"),
         ({"gamma": [[0, 4, 2.0]]}, "head 4 does not exist"),
         ({"meta": [1]}, "no valid configuration"),
-        ({"mode": "key"}, "mode='key' is not offered"),
+        ({"mode": "value"}, "mode='value' is not offered"),
+        ({"mode": "key"}, "version 1 has no mode 'key'"),
+        ({"mode": "key", "version": 2, "gamma": [[0, 1, 2.0]]}, "no valid configuration: mode='key' scales the key"),
     ],
 )
 def test_contents_that_no_release_wrote(tmp_path, change, message):

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -17,11 +17,16 @@ from separata_core.models import head_counts
 from torch import Tensor, nn
 
 SCHEMA = "zerotuning/config"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _LEAST_LOG_GAMMA = 1e-8
 
-Granularity = Literal["uniform", "head_index"]
+Granularity = Literal["uniform", "head_index", "layer_head", "layer"]
+Mode = Literal["exact", "key", "query"]
+
+# All that files of version 1 could say. Such contents are still written as version 1, so that older readers, for which
+# they mean the same, go on reading them.
+_VERSION_1 = {"mode": ("exact",), "granularity": ("uniform", "head_index")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,27 +92,39 @@ def _indices(values: Sequence[int] | None, count: int, what: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ZeroTuningConfig:
-    """The factors of every head of one model, as `log gamma`.
+    """The factors of every head of one model, as `log gamma`, and what they multiply.
+
+    Three operators are offered, and they are three different functions:
+
+    - `"exact"`, the paper's equation: gamma multiplies the attention *weight* of the initial token before the row is
+      normalised again, which adds `log gamma` to that token's scaled logit. The default.
+    - `"key"`, the paper's variant for kernels that hide their weights: gamma multiplies the key state of the initial
+      token (after its rotary embedding), and so its *logit*. What that does depends on the query: a positive logit
+      grows with gamma > 1, a negative one falls further. Query heads that share a key/value head share the factor.
+    - `"query"`, the other such variant: gamma multiplies the queries of the head, and so *all* its logits; a
+      temperature of `1 / gamma`, which favours no token.
 
     Attributes:
-        log_gamma: `[L, Hq]`, natural logarithm of the factor on the initial token's attention weight; 0 is untouched.
+        log_gamma: `[L, Hq]`, natural logarithm of the factor of each query head; 0 is untouched.
         model_id: The model it was made for.
-        granularity: How the heads were chosen: all together, or by head index jointly over the layers.
-        mode: The operator. Only `"exact"`, the paper's equation, is offered.
+        granularity: How the heads were chosen: all together, by head index jointly over the layers, by layer and head,
+            or by layer with all its heads.
+        mode: Which operator; see above.
         meta: Anything about its origin that JSON can hold, such as the calibration that found it.
     """
 
     log_gamma: Float[Tensor, "layers heads"]
     model_id: ModelId
     granularity: Granularity = "uniform"
-    mode: Literal["exact"] = "exact"
+    mode: Mode = "exact"
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the values and take a copy of them.
 
         Raises:
-            ValueError: A wrong shape, a factor that is not finite, an unknown granularity or mode.
+            ValueError: A wrong shape, a factor that is not finite, an unknown granularity or mode, or for `mode="key"`
+                factors that differ among the query heads of one key/value head.
         """
         _check_options(self.mode, self.granularity)
         expected = (self.model_id.layers, self.model_id.query_heads)
@@ -124,6 +141,8 @@ class ZeroTuningConfig:
             )
         # Below what float32 tells from gamma = 1, and what the file could not give back bit for bit.
         log_gamma[log_gamma.abs() < _LEAST_LOG_GAMMA] = 0.0
+        if self.mode == "key":
+            _check_groups(log_gamma, self.model_id.key_value_heads)
         object.__setattr__(self, "log_gamma", log_gamma)
         object.__setattr__(self, "meta", dict(self.meta))
 
@@ -135,21 +154,25 @@ class ZeroTuningConfig:
         heads: Sequence[int] | None = None,
         layers: Sequence[int] | None = None,
         meta: Mapping[str, Any] | None = None,
+        *,
+        mode: Mode = "exact",
     ) -> "ZeroTuningConfig":
         """One factor for all heads, or for chosen head indices and layers.
 
         Args:
             model: The model, or its description.
-            gamma: The factor; above 1 moves attention to the initial token, below 1 away from it.
+            gamma: The factor; in the exact mode above 1 moves attention to the initial token, below 1 away from it.
             heads: Query-head indices, the same in each layer; all if not given.
             layers: Layer indices; all if not given.
             meta: See the class.
+            mode: See the class.
 
         Returns:
             The configuration.
 
         Raises:
-            ValueError: `gamma` is not finite or not above 0, or a head or layer does not exist.
+            ValueError: `gamma` is not finite or not above 0, a head or layer does not exist, or `mode="key"` with only
+                some heads of a group.
         """
         identity = model if isinstance(model, ModelId) else ModelId.of(model)
         rows = _indices(layers, identity.layers, "layer")
@@ -159,7 +182,7 @@ class ZeroTuningConfig:
         log_gamma[torch.tensor(rows, dtype=torch.long)[:, None], torch.tensor(columns, dtype=torch.long)] = _log_of(
             gamma, whose
         )
-        return cls(log_gamma, identity, "uniform" if heads is None else "head_index", meta=meta or {})
+        return cls(log_gamma, identity, "uniform" if heads is None else "head_index", mode, meta or {})
 
     @classmethod
     def per_head(
@@ -168,6 +191,8 @@ class ZeroTuningConfig:
         gammas: Sequence[float] | Mapping[int, float],
         layers: Sequence[int] | None = None,
         meta: Mapping[str, Any] | None = None,
+        *,
+        mode: Mode = "exact",
     ) -> "ZeroTuningConfig":
         """A factor for each head index, jointly over the layers.
 
@@ -176,12 +201,14 @@ class ZeroTuningConfig:
             gammas: One factor for each of the Hq query-head indices, or a mapping from some of them.
             layers: Layer indices; all if not given.
             meta: See the class.
+            mode: See the class.
 
         Returns:
             The configuration.
 
         Raises:
-            ValueError: A factor is not finite or not above 0 (the head is named), or a head or layer does not exist.
+            ValueError: A factor is not finite or not above 0 (the head is named), a head or layer does not exist, or
+                `mode="key"` with factors that differ within a group.
         """
         identity = model if isinstance(model, ModelId) else ModelId.of(model)
         if not isinstance(gammas, Mapping):
@@ -192,7 +219,67 @@ class ZeroTuningConfig:
         log_gamma = torch.zeros(identity.layers, identity.query_heads)
         for head in _indices(list(gammas), identity.query_heads, "head"):
             log_gamma[rows, head] = _log_of(gammas[head], f"head {head}")
-        return cls(log_gamma, identity, "head_index", meta=meta or {})
+        return cls(log_gamma, identity, "head_index", mode, meta or {})
+
+    @classmethod
+    def per_layer_head(
+        cls,
+        model: nn.Module | ModelId,
+        gammas: Mapping[tuple[int, int], float],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        mode: Mode = "exact",
+    ) -> "ZeroTuningConfig":
+        """A factor for each of some pairs of layer and query head.
+
+        Args:
+            model: The model, or its description.
+            gammas: The factors, by `(layer, head)`.
+            meta: See the class.
+            mode: See the class.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: As `per_head`; layer and head are named.
+        """
+        identity = model if isinstance(model, ModelId) else ModelId.of(model)
+        log_gamma = torch.zeros(identity.layers, identity.query_heads)
+        for (layer, head), gamma in gammas.items():
+            _indices([layer], identity.layers, "layer")
+            _indices([head], identity.query_heads, "head")
+            log_gamma[layer, head] = _log_of(gamma, f"layer {layer}, head {head}")
+        return cls(log_gamma, identity, "layer_head", mode, meta or {})
+
+    @classmethod
+    def per_layer(
+        cls,
+        model: nn.Module | ModelId,
+        gammas: Mapping[int, float],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        mode: Mode = "exact",
+    ) -> "ZeroTuningConfig":
+        """A factor for all heads of each of some layers.
+
+        Args:
+            model: The model, or its description.
+            gammas: The factors, by layer.
+            meta: See the class.
+            mode: See the class.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: A factor is not finite or not above 0 (the layer is named), or a layer does not exist.
+        """
+        identity = model if isinstance(model, ModelId) else ModelId.of(model)
+        log_gamma = torch.zeros(identity.layers, identity.query_heads)
+        for layer in _indices(list(gammas), identity.layers, "layer"):
+            log_gamma[layer] = _log_of(gammas[layer], f"layer {layer}")
+        return cls(log_gamma, identity, "layer", mode, meta or {})
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -206,13 +293,13 @@ class ZeroTuningConfig:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the factors: equal for configurations that compute the same."""
+        """A digest of factors and mode: equal for configurations that compute the same."""
         shape = "x".join(map(str, self.log_gamma.shape))
         values = (self.log_gamma + 0.0).contiguous().view(torch.int32).flatten().tolist()
         return hashlib.sha256(f"{self.mode}/{shape}/{values}".encode()).hexdigest()[:32]
 
     def __eq__(self, other: object) -> bool:
-        """Equal factors on an equal architecture; where the model came from and `meta` do not count."""
+        """Equal factors and mode on an equal architecture; where the model came from and `meta` do not count."""
         if not isinstance(other, ZeroTuningConfig):
             return NotImplemented
         return self.fingerprint == other.fingerprint and self._architecture == other._architecture
@@ -227,24 +314,34 @@ class ZeroTuningConfig:
         return identity.type, identity.layers, identity.query_heads, identity.key_value_heads
 
     def compose(self, other: "ZeroTuningConfig") -> "ZeroTuningConfig":
-        """Apply one after the other: the factors multiply.
+        """Apply one after the other: the factors multiply, in each of the modes.
 
         Args:
-            other: A configuration for the same architecture.
+            other: A configuration for the same architecture, of the same mode.
 
         Returns:
             The joint configuration, without metadata.
 
         Raises:
-            ValueError: The two were made for different architectures.
+            ValueError: The two were made for different architectures, or have different modes.
         """
         if self._architecture != other._architecture:
             raise ValueError(
                 f"the configurations were made for different models: {self._architecture} and {other._architecture} "
                 "(type, layers, query heads, key/value heads)"
             )
-        same = self.granularity == other.granularity == "uniform"
-        return ZeroTuningConfig(self.log_gamma + other.log_gamma, self.model_id, "uniform" if same else "head_index")
+        if self.mode != other.mode:
+            raise ValueError(
+                f"the configurations have the modes {self.mode!r} and {other.mode!r}, which are different operators "
+                "without joint factors; make both for one mode"
+            )
+        kinds = {self.granularity, other.granularity}
+        coarsest: Granularity = "uniform"
+        if "layer_head" in kinds or kinds >= {"head_index", "layer"}:
+            coarsest = "layer_head"
+        elif kinds != {"uniform"}:
+            coarsest = "layer" if "layer" in kinds else "head_index"
+        return ZeroTuningConfig(self.log_gamma + other.log_gamma, self.model_id, coarsest, self.mode)
 
     def check_fits(self, model: nn.Module) -> None:
         """Refuse a model that this configuration was not made for.
@@ -277,7 +374,7 @@ class ZeroTuningConfig:
         ]
         body = {
             "schema": SCHEMA,
-            "version": SCHEMA_VERSION,
+            "version": 1 if _fits_version_1(self.mode, self.granularity) else SCHEMA_VERSION,
             "model": dataclasses.asdict(self.model_id),
             "mode": self.mode,
             "granularity": self.granularity,
@@ -319,6 +416,11 @@ class ZeroTuningConfig:
         if body.pop("sha256", None) != _digest(body):
             raise ValueError(f"{path} was altered after it was written: its contents do not match its 'sha256'")
         _check_options(body.get("mode"), body.get("granularity"))
+        if found == 1 and not _fits_version_1(body["mode"], body["granularity"]):
+            raise ValueError(
+                f"{path} is no valid configuration: version 1 has no mode {body['mode']!r} with granularity "
+                f"{body['granularity']!r}"
+            )
         try:
             identity = ModelId(**body["model"])
             log_gamma = torch.zeros(identity.layers, identity.query_heads)
@@ -332,10 +434,27 @@ class ZeroTuningConfig:
 
 
 def _check_options(mode: object, granularity: object) -> None:
-    if mode != "exact":
-        raise ValueError(f"mode={mode!r} is not offered; the only mode is 'exact'")
-    if granularity not in ("uniform", "head_index"):
-        raise ValueError(f"granularity={granularity!r} is not offered; use 'uniform' or 'head_index'")
+    for name, value, offered in (("mode", mode, get_args(Mode)), ("granularity", granularity, get_args(Granularity))):
+        if value not in offered:
+            raise ValueError(f"{name}={value!r} is not offered; use one of {', '.join(map(repr, offered))}")
+
+
+def _fits_version_1(mode: str, granularity: str) -> bool:
+    return mode in _VERSION_1["mode"] and granularity in _VERSION_1["granularity"]
+
+
+def _check_groups(log_gamma: Tensor, key_value_heads: int) -> None:
+    grouped = log_gamma.reshape(len(log_gamma), key_value_heads, -1)
+    differs = (grouped != grouped[..., :1]).any(dim=-1)
+    if bool(differs.any()):
+        layer, group = differs.nonzero()[0].tolist()
+        size = grouped.shape[-1]
+        heads = ", ".join(str(group * size + offset) for offset in range(size))
+        gammas = ", ".join(f"{value:.4g}" for value in grouped[layer, group].exp().tolist())
+        raise ValueError(
+            f"mode='key' scales the key of a whole group of query heads, but in layer {layer} the heads {heads} of "
+            f"key/value head {group} have the gammas {gammas}; give them one gamma, or use mode='exact'"
+        )
 
 
 def check_writable(path: Path) -> None:
