@@ -173,9 +173,10 @@ def choices(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[tuple[str, 
         if isinstance(options, str):
             options = _marked_parts(options)
         if isinstance(options, Mapping):
-            options, own = (_plain(options.get(key)) for key in ("text", "label"))
+            options, own = _plain(options.get("text")), _plain(options.get("label", ()))
         elif isinstance(options, list | tuple) and all(isinstance(each, Mapping) for each in options):
-            options, own = ([each.get(key) for each in options] for key in ("text", "label"))
+            own = [each["label"] for each in options if "label" in each]
+            options = [each.get("text") for each in options]
     if not isinstance(options, list | tuple) or not isinstance(own, list | tuple):
         raise ValueError(  # noqa: TRY004  # the row is wrong, not the caller's type
             f"{name!r} must hold the options; it is {_short(row.get(name))}"

@@ -81,8 +81,7 @@ class TaskSpec:
                 out of order, values that do not match, both a body and a text column, or choice columns for
                 classification.
         """
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}; it is {self.kind!r}")
+        _check_kind(self.kind)
         is_choice = self.kind == "multiple_choice"
         for field in ("{text}", "{choices}")[: 1 + is_choice]:
             if self.template.count(field) != 1:
@@ -233,7 +232,7 @@ class TaskSpec:
                 content = text(row, self.text_column)
             options, own = choices(row, self.choice_columns) if self.choice_columns else ((), ())
             example = Example(content, None, options)
-            if options:
+            if self.kind == "multiple_choice":
                 self._check_choices(example)
             return dataclasses.replace(example, label=self._label(row, example, own, labelled))
         except ValueError as error:
@@ -312,6 +311,7 @@ class TaskSpec:
                 raise ValueError(f"{name} must be a text; it is {value!r}")
             else:
                 values[name] = value
+        _check_kind(values.get("kind", cls.kind))
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -349,12 +349,17 @@ class TaskSpec:
         version = body.pop("version", SCHEMA_VERSION)
         if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
             raise ValueError(
-                f"{path} has version {version!r}; this zerotuning reads version 1 to {SCHEMA_VERSION}: install a newer one"
+                f"{path} has version {version!r}; this zerotuning reads 1 to {SCHEMA_VERSION}: install a newer one"
             )
         try:
             return cls.from_json(body)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+
+def _check_kind(kind: object) -> None:
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}; it is {kind!r}")
 
 
 def check_examples(task: TaskSpec, examples: Sequence[Example]) -> None:
