@@ -15,6 +15,7 @@ from separata_core import _attention_ops as ops
 from separata_core.attention import (
     MAX_KEY_BIAS,
     attention_with_key_bias,
+    augment_states,
     closed_form_floor,
     correct_output,
     key_bias_mask,
@@ -956,3 +957,144 @@ class TestCuda:
         assert float((results[0].to(F64) - results[1]).abs().max()) < tolerance
         for have, want in zip(*grads, strict=True):
             assert float((have - want).abs().max()) < 2 * tolerance * max(1.0, float(want.abs().max()))
+
+
+class TestSeveralKeys:
+    """Marks instead of an index: the bias goes to every marked key."""
+
+    def expected(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, marks: Tensor, seen: Tensor) -> Tensor:
+        """Textbook attention with the bias in the logits of the marked keys; rows that see nothing are 0."""
+        groups = query.shape[1] // key.shape[1]
+        logits = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) / math.sqrt(query.shape[-1])
+        rows = bias.expand(query.shape[0], -1)
+        logits = logits + rows[:, :, None, None] * marks[:, None, None]
+        weights = logits.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num()
+        return weights @ value.repeat_interleave(groups, 1)
+
+    @pytest.mark.parametrize("backend", ["reference", "bias", "augmented", "auto"])
+    @pytest.mark.parametrize("kind", ["none", "causal", "bool", "additive"])
+    def test_against_the_textbook(self, backend: Any, kind: str) -> None:
+        query, key, value = qkv(2, 4, 2, 7, 7, 5)
+        marks = states(2, 7, seed=4) > 0.3
+        bias = states(2, 4, seed=5)
+        seen = torch.ones(2, 1, 7, 7, dtype=torch.bool)
+        if kind != "none":
+            seen = seen.tril()
+        arguments: dict[str, Any] = {"is_causal": kind == "causal"}
+        if kind in ("bool", "additive"):
+            seen = seen & (states(2, 1, 7, 7, seed=6) > -1)
+            seen[..., 0] = True
+            mask = seen if kind == "bool" else torch.zeros(seen.shape, dtype=F64).masked_fill(~seen, -math.inf)
+            arguments = {"attention_mask": mask}
+        result = attention_with_key_bias(query, key, value, bias, marks, backend=backend, **arguments)
+        torch.testing.assert_close(result, self.expected(query, key, value, bias, marks, seen), atol=1e-12, rtol=0)
+
+    @pytest.mark.parametrize("backend", ["reference", "bias", "augmented"])
+    def test_one_mark_is_an_index_bit_for_bit(self, backend: Any) -> None:
+        query, key, value = qkv(2, 4, 2, 6, 6, 8, dtype=torch.float32)
+        bias, index = states(4, dtype=torch.float32), torch.tensor([0, 3])
+        marks = torch.arange(6)[None] == index[:, None]
+        for arguments in ({}, {"is_causal": True}, {"attention_mask": torch.ones(6, 6, dtype=torch.bool).tril(2)}):
+            single, several = (
+                attention_with_key_bias(query, key, value, bias, which, backend=backend, **arguments)
+                for which in (index, marks)
+            )
+            assert torch.equal(single, several)
+
+    def test_packed_segments_equal_the_segments_alone(self) -> None:
+        query, key, value = qkv(1, 4, 2, 9, 9, 8)
+        bias, lengths = log(3.0, 0.2, 1.0, 40.0), (4, 2, 3)
+        segment = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+        seen = (segment[:, None] == segment[None]) & torch.ones(9, 9, dtype=torch.bool).tril()
+        marks = (segment.diff(prepend=torch.tensor([-1])) != 0)[None]
+        packed = attention_with_key_bias(query, key, value, bias, marks, attention_mask=seen)
+        at = 0
+        for length in lengths:
+            part = slice(at, at + length)
+            alone = attention_with_key_bias(
+                query[:, :, part], key[:, :, part], value[:, :, part], bias, is_causal=True, backend="reference"
+            )
+            torch.testing.assert_close(packed[:, :, part], alone, atol=1e-12, rtol=0)
+            at += length
+
+    @pytest.mark.parametrize("backend", ["reference", "bias", "augmented", "auto"])
+    def test_rows_that_see_no_marked_key_keep_their_bits(self, backend: Any) -> None:
+        query, key, value = qkv(2, 4, 2, 8, 8, 8, dtype=torch.float16)
+        marks = torch.zeros(2, 8, dtype=torch.bool)
+        marks[:, [4, 5]] = True
+        # A finite float16 mask, under which a bias would show in a row that it masks altogether.
+        mask = torch.zeros(8, 8, dtype=torch.float16).masked_fill(
+            torch.ones(8, 8, dtype=torch.bool).triu(1), torch.finfo(torch.float16).min
+        )
+        mask[2] = torch.finfo(torch.float16).min
+        for arguments in ({"attention_mask": mask}, {"is_causal": True}):
+            biased, plain = (
+                attention_with_key_bias(query, key, value, bias, marks, backend=backend, bias_range=(0, 5), **arguments)
+                for bias in (torch.full((4,), 5.0), torch.zeros(4))
+            )
+            assert torch.equal(biased[:, :, :4], plain[:, :, :4])
+            assert not torch.equal(biased[:, :, 4:], plain[:, :, 4:])
+
+    def test_gradients(self) -> None:
+        query, key, value = (each.requires_grad_() for each in qkv(1, 2, 1, 4, 4, 3))
+        bias = log(3.0, 0.3).requires_grad_()
+        marks = torch.tensor([[True, False, True, False]])
+
+        def run(*inputs: Tensor) -> Tensor:
+            return attention_with_key_bias(*inputs, marks, is_causal=True, backend="augmented")
+
+        assert torch.autograd.gradcheck(run, (query, key, value, bias))
+
+    @pytest.mark.parametrize("backend", ["correction", "triton"])
+    def test_closed_form_refuses(self, backend: Any) -> None:
+        query, key, value = qkv(1, 2, 1, 3, 3, 4)
+        with pytest.raises(ValueError, match="key_index marks several"):
+            attention_with_key_bias(
+                query, key, value, log(2.0, 2.0), torch.ones(1, 3, dtype=torch.bool), backend=backend
+            )
+
+    def test_wrong_shape(self) -> None:
+        query, key, value = qkv(2, 2, 1, 3, 3, 4)
+        for marks in (torch.ones(2, dtype=torch.bool), torch.ones(1, 3, dtype=torch.bool), torch.ones(2, 3)):
+            with pytest.raises(ValueError, match=r"integers of shape \(2,\).* or bool of shape \(2, 3\)"):
+                inspect.unwrap(attention_with_key_bias)(query, key, value, log(2.0, 2.0), marks)
+
+    def test_mask_for_other_kernels(self) -> None:
+        query, key, value = qkv(2, 4, 2, 5, 5, 8)
+        marks, bias = torch.arange(10).reshape(2, 5) % 3 == 0, log(2.0, 0.5, 4.0, 1.0)
+        mask = key_bias_mask(query, key, bias, marks, is_causal=True)
+        torch.testing.assert_close(
+            scaled_dot_product_attention(query, key, value, mask, enable_gqa=True),
+            attention_with_key_bias(query, key, value, bias, marks, is_causal=True, backend="reference"),
+        )
+
+
+class TestAugmentedStates:
+    @pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
+    @pytest.mark.parametrize("scale", [None, 0.02])
+    def test_plain_attention_on_them_is_attention_with_the_bias(self, dtype: torch.dtype, scale: float | None) -> None:
+        query, key, value = qkv(2, 4, 2, 9, 9, 12, dtype=dtype)
+        bias, index = log(2.0, 0.5, 30.0, 1.0), torch.tensor([0, 2])
+        wide = augment_states(query, key, value, bias, index, scale=scale)
+        assert {states.shape[-1] for states in wide} == {16}
+        result = scaled_dot_product_attention(
+            *wide, is_causal=True, scale=12**-0.5 if scale is None else scale, enable_gqa=True
+        )
+        expected = attention_with_key_bias(
+            query, key, value, bias, index, is_causal=True, scale=scale, backend="reference"
+        )
+        atol = 1e-12 if dtype == F64 else 2e-2
+        torch.testing.assert_close(result[..., :12], expected, atol=atol, rtol=0)
+        assert not result[..., 12:].any()
+
+    def test_bias_of_zero_adds_nothing(self) -> None:
+        query, key, value = qkv(1, 2, 1, 4, 4, 8)
+        wide = augment_states(query, key, value, torch.zeros(2), torch.ones(1, 4, dtype=torch.bool))
+        assert not wide[0][..., 8:].any()
+
+    def test_bad_input(self) -> None:
+        query, key, value = qkv(1, 2, 1, 4, 4, 8)
+        with pytest.raises(ValueError, match="key_index is 4"):
+            augment_states(query, key, value, torch.zeros(2), 4)
+        with pytest.raises(ValueError, match="scale is -1"):
+            augment_states(query, key, value, torch.zeros(2), scale=-1.0)

@@ -2,6 +2,7 @@
 
 from separata_core.attention import (
     attention_with_key_bias,
+    augment_states,
     closed_form_floor,
     correct_output,
     key_bias_mask,
@@ -31,6 +32,7 @@ __all__ = [
     "VocabStatistics",
     "attention_modules",
     "attention_with_key_bias",
+    "augment_states",
     "capture_hidden_states",
     "closed_form_floor",
     "correct_output",

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import operator
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "MAX_KEY_BIAS",
     "Backend",
     "attention_with_key_bias",
+    "augment_states",
     "closed_form_floor",
     "correct_output",
     "key_bias_mask",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 Backend = Literal["auto", "reference", "bias", "augmented", "correction", "triton"]
+_BACKENDS = get_args(Backend)
 
 #: Biases are clamped to this modulus; `exp(80)` and its inverse are finite in float32 and far beyond any use.
 MAX_KEY_BIAS = 80.0
@@ -39,7 +42,7 @@ def attention_with_key_bias(
     key: Float[Tensor, "batch kv_heads keys head_dim"],
     value: Float[Tensor, "batch kv_heads keys value_dim"],
     key_bias: Float[Tensor, "q_heads"] | Float[Tensor, "batch q_heads"],
-    key_index: int | Int[Tensor, "batch"] = 0,
+    key_index: int | Int[Tensor, "batch"] | Bool[Tensor, "batch keys"] = 0,
     *,
     attention_mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
     is_causal: bool = False,
@@ -49,9 +52,9 @@ def attention_with_key_bias(
 ) -> Float[Tensor, "batch q_heads query value_dim"]:
     """Softmax attention with `key_bias` added to the scaled logit of the key at `key_index`.
 
-    Equals `softmax(scale * query @ key^T + mask + key_bias * 1[j == key_index]) @ value`. Rows that do not see the key
-    (a causal row before it, a masked key, a row of padding) come out as without the bias, bit for bit, and so does a
-    head whose bias is exactly 0, against the kernel that the backend runs.
+    Equals `softmax(scale * query @ key^T + mask + key_bias * 1[j == key_index]) @ value`. Rows that do not see such a
+    key (a causal row before it, a masked key, a row of padding) come out as without the bias, bit for bit, and so does
+    a head whose bias is exactly 0, against the kernel that the backend runs.
 
     Backends:
 
@@ -71,7 +74,9 @@ def attention_with_key_bias(
         key: Keys; `q_heads` must be a multiple of `kv_heads`.
         value: Values.
         key_bias: Bias in natural-log units, per query head or per batch row and query head. Clamped to +-80.
-        key_index: Which key, for all batch rows or one per row.
+        key_index: Which key, for all batch rows or one per row; or which keys, as marks: the bias goes to the logit of
+            every marked key (an initial token for each of several packed sequences, say). Marks are for the backends
+            `reference`, `bias` and `augmented`, among which `auto` then chooses.
         attention_mask: Boolean (True: visible) or additive, broadcastable to [batch, q_heads, query, keys]. A key whose
             additive mask is below -1e6 (half the lowest float16 for float16) counts as not visible.
         is_causal: As in torch: row i sees keys 0..i, counted from the first row also where query and keys differ in
@@ -93,14 +98,57 @@ def attention_with_key_bias(
     bias, index = _check_bias(query, key, key_bias, key_index)
     scale = _check_scale(query, scale)
     mask = _check_mask(query, key, attention_mask, is_causal=is_causal)
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(get_args(Backend))}")
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(_BACKENDS)}")
     low, high = _read_range(key_bias, bias_range)
     visible, offset = _visibility(query, index, mask, is_causal=is_causal)
+    problem = _Problem(query, key, value, bias, index, mask, is_causal, scale, visible, offset)
 
     # Autocast would change the type of some products and not of others.
     with ops.no_autocast(query.device):
-        return _run(backend, query, key, value, bias, index, mask, is_causal, scale, visible, offset, low, high)
+        return _run(problem, backend, low, high)
+
+
+def augment_states(
+    query: Float[Tensor, "batch q_heads query head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    key_bias: Float[Tensor, "q_heads"] | Float[Tensor, "batch q_heads"],
+    key_index: int | Int[Tensor, "batch"] | Bool[Tensor, "batch keys"] = 0,
+    *,
+    scale: float | None = None,
+) -> tuple[
+    Float[Tensor, "batch q_heads query width"],
+    Float[Tensor, "batch kv_heads keys width"],
+    Float[Tensor, "batch kv_heads keys width"],
+]:
+    """States whose plain attention is attention with the bias: a way through any kernel that takes a scale.
+
+    Query and key get one more dimension (in 16 bit three, so that the bias is not rounded to 8 bits), in which their
+    product is `key_bias / scale` at the biased keys and 0 elsewhere; the rest is zeros, up to a multiple of 8. Run the
+    kernel on them with `scale` given, whatever mask it takes, and keep the first `value_dim` columns of its output.
+    Kernels that bend the logits before the softmax (soft capping) bend the bias too, and are not served by this.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        key_bias: As in `attention_with_key_bias`.
+        key_index: Likewise.
+        scale: What the kernel will multiply the logits by; `head_dim ** -0.5` of the states given here by default,
+            which is not what a kernel takes by default for the wider ones.
+
+    Returns:
+        Wide query, key and value, of one width.
+
+    Raises:
+        ValueError: As `attention_with_key_bias`.
+    """
+    _check_states(query, key, value)
+    bias, index = _check_bias(query, key, key_bias, key_index)
+    scale = _check_scale(query, scale)
+    with ops.no_autocast(query.device):
+        return _widen(_Problem(query, key, value, bias, index, None, False, scale, None, None))
 
 
 def closed_form_floor(dtype: torch.dtype) -> float:
@@ -184,7 +232,7 @@ def key_bias_mask(
     query: Float[Tensor, "batch q_heads query head_dim"],
     key: Float[Tensor, "batch kv_heads keys head_dim"],
     key_bias: Float[Tensor, "q_heads"] | Float[Tensor, "batch q_heads"],
-    key_index: int | Int[Tensor, "batch"] = 0,
+    key_index: int | Int[Tensor, "batch"] | Bool[Tensor, "batch keys"] = 0,
     *,
     attention_mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
     is_causal: bool = False,
@@ -212,35 +260,81 @@ def key_bias_mask(
     mask = _check_mask(query, key, attention_mask, is_causal=is_causal)
     _read_range(key_bias, None)
     visible, _ = _visibility(query, index, mask, is_causal=is_causal)
-    return _mask_with_bias(query, key, bias, index, mask, is_causal, visible)
+    return _mask_with_bias(_Problem(query, key, key, bias, index, mask, is_causal, 1.0, visible, None))
 
 
-def _run(
-    backend: Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    index: int | Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None,
-    offset: Tensor | None,
-    low: float,
-    high: float,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What one call computes, checked and in canonical form.
+
+    Attributes:
+        query: `[batch, heads, rows, head_dim]`; `key` and `value` likewise, with their own heads and length.
+        bias: `[batch or 1, heads]` in the accumulating dtype.
+        index: The biased key: an int, int64 `[batch]`, or bool `[batch, keys]` where there are several.
+        mask: `[batch or 1, heads or 1, rows, keys]`.
+        scale: Multiplies the logits.
+        visible: Which rows see a biased key, `[batch or 1, heads or 1, rows]`; None: all.
+        offset: What the mask adds to the logit of the biased key, of the same shape; None where it adds nothing, or
+            where several keys are biased.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    index: int | Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    visible: Tensor | None
+    offset: Tensor | None
+
+    def at_key(self) -> Tensor:
+        """Bool `[batch or 1, 1, 1, keys]`, True at the biased keys."""
+        keys, device = self.key.shape[2], self.query.device
+        if isinstance(self.index, int):
+            return (torch.arange(keys, device=device) == self.index)[None, None, None]
+        if self.index.dtype == torch.bool:
+            return self.index[:, None, None]
+        return (torch.arange(keys, device=device) == self.index[:, None])[:, None, None]
+
+    def row_bias(self) -> Tensor:
+        """The bias of every row: `[batch or 1, heads, rows or 1]`, 0 where no biased key is visible."""
+        bias = self.bias[..., None]
+        return bias if self.visible is None else torch.where(self.visible, bias, 0.0)
+
+    def additive(self) -> Tensor | None:
+        """The mask as fused kernels want it: additive, in the dtype of the query or (on the CPU) float32."""
+        mask = self.mask
+        if mask is None:
+            return None
+        if mask.dtype == torch.bool:
+            return torch.zeros(mask.shape, dtype=self.query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+        if self.query.device.type == "cpu" and mask.dtype == torch.float32 and self.query.dtype.itemsize == 2:
+            return mask
+        return mask.to(self.query.dtype)
+
+    def wants_grad(self) -> bool:
+        return _wants_grad(self.query, self.key, self.value, self.bias)
+
+
+def _run(problem: _Problem, backend: Backend, low: float, high: float) -> Tensor:
     if backend == "auto":
-        return _auto(query, key, value, bias, index, mask, is_causal, scale, visible, offset, low, high)
+        return _auto(problem, low, high)
     if backend == "reference":
-        return _reference(query, key, value, bias, index, mask, is_causal, scale, visible)
+        return _reference(problem)
     if backend == "bias":
-        return _bias(query, key, value, bias, index, mask, is_causal, scale, visible)
+        return _bias(problem)
     if backend == "augmented":
-        return _augmented(query, key, value, bias, index, mask, is_causal, scale, visible)
+        return _augmented(problem)
 
-    additive = _additive(mask, query)
-    kernel = _find_kernel(query, key, value, additive, is_causal)
+    if _has_several(problem.index):
+        raise ValueError(
+            f"backend {backend!r} corrects for one key, and key_index marks several; use 'auto', 'augmented' or 'bias'"
+        )
+    query, value = problem.query, problem.value
+    additive = problem.additive()
+    kernel = _find_kernel(problem, additive)
     if kernel is None:
         raise ValueError(
             f"backend {backend!r} needs a kernel that returns its log-sum-exp, and there is none for {query.dtype} on "
@@ -254,7 +348,7 @@ def _run(
         )
     fuse = None
     if backend == "triton":
-        if _wants_grad(query, key, value, bias):
+        if problem.wants_grad():
             raise ValueError(
                 "backend 'triton' has no gradient; use 'auto' or 'correction', or run under torch.no_grad()"
             )
@@ -264,102 +358,73 @@ def _run(
                 f"backend 'triton' cannot run on {query.device}: it needs Triton (separata-core[triton]) and a CUDA "
                 "device, or Triton's interpreter"
             )
-    return ops.corrected_attention(
-        query, key, value, bias[..., None], index, additive, is_causal, scale, visible, offset, kernel, fuse=fuse
-    )
+    return _corrected(problem, additive, kernel, fuse)
 
 
-def _auto(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    index: int | Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None,
-    offset: Tensor | None,
-    low: float,
-    high: float,
-) -> Tensor:
-    rows, keys = query.shape[2], key.shape[2]
-    additive = _additive(mask, query)
-    if low == high == 0.0 and not bias.requires_grad:
-        return _sdpa(query, key, value, additive, is_causal, scale)
-    kernel = _find_kernel(query, key, value, additive, is_causal)
+def _auto(problem: _Problem, low: float, high: float) -> Tensor:
+    query, key = problem.query, problem.key
+    additive = problem.additive()
+    if low == high == 0.0 and not problem.bias.requires_grad:
+        return _sdpa(query, key, problem.value, additive, problem.is_causal, problem.scale)
+    kernel = None if _has_several(problem.index) else _find_kernel(problem, additive)
     if kernel is not None and _is_accurate(low, query.dtype):
-        fuse = None if _wants_grad(query, key, value, bias) or query.device.type != "cuda" else _fused(query)
-        return ops.corrected_attention(
-            query, key, value, bias[..., None], index, additive, is_causal, scale, visible, offset, kernel, fuse=fuse
-        )
+        fuse = None if query.device.type != "cuda" or problem.wants_grad() else _fused(query)
+        return _corrected(problem, additive, kernel, fuse)
     # The mask of one path against the widened states of the other.
-    widened = _augmented_width(query, value) * (query.shape[1] * rows + 2 * key.shape[1] * keys)
-    path = _bias if query.shape[1] * rows * keys <= widened else _augmented
-    return path(query, key, value, bias, index, mask, is_causal, scale, visible)
+    heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
+    widened = _augmented_width(query, problem.value) * (heads * rows + 2 * key.shape[1] * keys)
+    return _bias(problem) if heads * rows * keys <= widened else _augmented(problem)
 
 
-def _reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    index: int | Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None,
-) -> Tensor:
+def _reference(problem: _Problem) -> Tensor:
+    query, mask = problem.query, problem.mask
     dtype = ops.accumulate_dtype(query.dtype)
-    groups = query.shape[1] // key.shape[1]
-    logits = scale * query.to(dtype) @ ops.repeat_heads(key, groups).to(dtype).transpose(-1, -2)
+    groups = query.shape[1] // problem.key.shape[1]
+    logits = problem.scale * query.to(dtype) @ ops.repeat_heads(problem.key, groups).to(dtype).transpose(-1, -2)
     rows, keys = logits.shape[-2:]
     if mask is not None:
         logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask.to(dtype)
-    if is_causal:
+    if problem.is_causal:
         logits = logits.masked_fill(_future(rows, keys, query.device), -math.inf)
     empty = (logits == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(logits.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
 
-    at_key = _one_hot(index, keys, query.device)
-    gamma = torch.exp(_row_bias(bias, visible))[..., None]
+    at_key = problem.at_key()
+    gamma = torch.exp(problem.row_bias())[..., None]
     held = (weights * at_key).sum(-1, keepdim=True)
     rest = (weights * ~at_key).sum(-1, keepdim=True)
     # A quotient of row sums, not 1 + (gamma - 1) a: exactly 1 for gamma = 1, and no digits lost for small gamma.
     total = torch.where(empty, torch.ones_like(held), (rest + gamma * held) / (rest + held))
     weights = torch.where(at_key, weights * gamma, weights) / total
-    return (weights @ ops.repeat_heads(value, groups).to(dtype)).to(query.dtype)
+    return (weights @ ops.repeat_heads(problem.value, groups).to(dtype)).to(query.dtype)
 
 
-def _bias(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    index: int | Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None,
-) -> Tensor:
-    additive = _mask_with_bias(query, key, bias, index, mask, is_causal, visible)
-    return _sdpa(query, key, value, additive, False, scale)
+def _corrected(problem: _Problem, additive: Tensor | None, kernel: ops.LseKernel, fuse: ops.Fuse | None) -> Tensor:
+    return ops.corrected_attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        problem.bias[..., None],
+        problem.index,
+        additive,
+        problem.is_causal,
+        problem.scale,
+        problem.visible,
+        problem.offset,
+        kernel,
+        fuse=fuse,
+    )
 
 
-def _mask_with_bias(
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor,
-    index: int | Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    visible: Tensor | None,
-) -> Tensor:
-    rows, keys = query.shape[2], key.shape[2]
-    at_key = _one_hot(index, keys, query.device)
-    carried = torch.where(at_key, _row_bias(bias, visible)[..., None], 0.0).to(query.dtype)
-    if is_causal:
-        return carried.masked_fill(_future(rows, keys, query.device), -math.inf)
+def _bias(problem: _Problem) -> Tensor:
+    return _sdpa(problem.query, problem.key, problem.value, _mask_with_bias(problem), False, problem.scale)
+
+
+def _mask_with_bias(problem: _Problem) -> Tensor:
+    query, mask = problem.query, problem.mask
+    carried = torch.where(problem.at_key(), problem.row_bias()[..., None], 0.0).to(query.dtype)
+    if problem.is_causal:
+        return carried.masked_fill(_future(query.shape[2], problem.key.shape[2], query.device), -math.inf)
     if mask is None:
         return carried
     if mask.dtype == torch.bool:
@@ -372,22 +437,19 @@ def _augmented_width(query: Tensor, value: Tensor) -> int:
     return -(-max(query.shape[-1] + carriers, value.shape[-1]) // 8) * 8
 
 
-def _augmented(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    index: int | Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None,
-) -> Tensor:
+def _augmented(problem: _Problem) -> Tensor:
+    query, key, value = _widen(problem)
+    output = _sdpa(query, key, value, problem.additive(), problem.is_causal, problem.scale)
+    return output[..., : problem.value.shape[-1]]
+
+
+def _widen(problem: _Problem) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = problem.query, problem.key, problem.value
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     # The key's part is a power of two, so that the query's part stays in range for small scales too.
-    unit = 2.0 ** max(0, math.ceil(math.log2(MAX_KEY_BIAS / scale / 2**14)))
-    rest = (_row_bias(bias, visible) / (scale * unit)).expand(batch, heads, rows)
+    unit = 2.0 ** max(0, math.ceil(math.log2(MAX_KEY_BIAS / problem.scale / 2**14)))
+    rest = (problem.row_bias() / (problem.scale * unit)).expand(batch, heads, rows)
     parts = []
     for _ in range(1 if query.dtype.itemsize > 2 else 3):
         part = rest.to(query.dtype)
@@ -396,14 +458,12 @@ def _augmented(
         # Only the first part is differentiated; the others hold what it rounded away.
         rest = rest.detach()
     width = _augmented_width(query, value)
-    at_key = (_one_hot(index, keys, query.device)[:, :, 0] * unit).to(query.dtype)
+    at_key = (problem.at_key()[:, :, 0] * unit).to(query.dtype)
     columns = at_key[..., None].expand(batch, kv_heads, keys, len(parts))
     pad = width - dim - len(parts)
     wide_query = torch.cat([query, torch.stack(parts, -1), query.new_zeros(batch, heads, rows, pad)], -1)
     wide_key = torch.cat([key, columns, key.new_zeros(batch, kv_heads, keys, pad)], -1)
-    wide_value = torch.nn.functional.pad(value, (0, width - value.shape[-1]))
-    output = _sdpa(wide_query, wide_key, wide_value, _additive(mask, query), is_causal, scale)
-    return output[..., : value.shape[-1]]
+    return wide_query, wide_key, torch.nn.functional.pad(value, (0, width - value.shape[-1]))
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
@@ -439,46 +499,26 @@ def _is_accurate(low: float, dtype: torch.dtype) -> bool:
     return low >= closed_form_floor(dtype) * (1 + 2**-8)
 
 
-def _find_kernel(
-    query: Tensor, key: Tensor, value: Tensor, additive: Tensor | None, is_causal: bool
-) -> ops.LseKernel | None:
+def _find_kernel(problem: _Problem, additive: Tensor | None) -> ops.LseKernel | None:
     if additive is not None and _wants_grad(additive):
         return None
-    return ops.find_lse_kernel(query, key, value, additive, is_causal)
+    return ops.find_lse_kernel(problem.query, problem.key, problem.value, additive, problem.is_causal)
 
 
 def _future(rows: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(rows, keys, dtype=torch.bool, device=device).triu(1)
 
 
-def _one_hot(index: int | Tensor, keys: int, device: torch.device) -> Tensor:
-    """Bool[batch or 1, 1, 1, keys], True at the biased key."""
-    position = torch.arange(keys, device=device)
-    return (
-        (position == index)[None, None, None] if isinstance(index, int) else (position == index[:, None])[:, None, None]
-    )
-
-
-def _row_bias(bias: Tensor, visible: Tensor | None) -> Tensor:
-    """The bias of every row: [batch or 1, heads, rows or 1], 0 where the key is not visible."""
-    return bias[..., None] if visible is None else torch.where(visible, bias[..., None], 0.0)
-
-
-def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask as fused kernels want it: additive, and in the dtype of the query or (on the CPU) float32."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
-    if query.device.type == "cpu" and mask.dtype == torch.float32 and query.dtype.itemsize == 2:
-        return mask
-    return mask.to(query.dtype)
+def _has_several(index: int | Tensor) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
 def _visibility(
     query: Tensor, index: int | Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Which rows see the biased key ([batch or 1, heads or 1, rows]; None: all), and what a mask adds to its logit."""
+    """Which rows see a biased key ([batch or 1, heads or 1, rows]; None: all), and what a mask adds to its logit."""
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        return _several_visible(query, index, mask, is_causal=is_causal), None
     if is_causal:
         if isinstance(index, int) and index == 0:
             return None, None
@@ -494,8 +534,25 @@ def _visibility(
         column = column[torch.arange(query.shape[0], device=query.device), :, :, index]
     if mask.dtype == torch.bool:
         return column, None
-    visible = column > max(-1e6, torch.finfo(mask.dtype).min / 2)
+    visible = column > _unseen(mask)
     return visible, column.masked_fill(~visible, 0.0).to(ops.accumulate_dtype(query.dtype))
+
+
+def _several_visible(query: Tensor, marks: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor | None:
+    if is_causal:
+        last = torch.arange(query.shape[2], device=query.device).clamp(max=marks.shape[1] - 1)
+        passed = marks.cumsum(-1) > 0
+        return passed[:, None, last]
+    if mask is None:
+        return None
+    # Rows that see none keep their bits where a float16 mask is finite: adding the bias there would be seen.
+    seen = mask if mask.dtype == torch.bool else mask > _unseen(mask)
+    return (seen & marks[:, None, None]).any(dim=-1)
+
+
+def _unseen(mask: Tensor) -> float:
+    """What an additive mask must exceed for its key to count as visible."""
+    return max(-1e6, torch.finfo(mask.dtype).min / 2)
 
 
 def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -528,14 +585,16 @@ def _check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_bias(query: Tensor, key: Tensor, key_bias: Tensor, key_index: Any) -> tuple[Tensor, int | Tensor]:
-    """The bias as [batch or 1, heads] in the accumulating dtype, and the index as int or int64[batch]."""
+    """The bias as [batch or 1, heads] in the accumulating dtype, and the index as `_Problem` has it."""
     batch, keys = query.shape[0], key.shape[2]
     bias = _check_bias_values(query, key_bias).to(query.device, ops.accumulate_dtype(query.dtype))
     if isinstance(key_index, Tensor):
+        if key_index.dtype == torch.bool and key_index.shape == (batch, keys):
+            return bias, key_index.to(query.device)
         if key_index.dtype == torch.bool or key_index.is_floating_point() or key_index.shape != (batch,):
             raise ValueError(
-                f"key_index is {key_index.dtype} of shape {tuple(key_index.shape)}; it must be an int or integers of "
-                f"shape ({batch},), one per batch row"
+                f"key_index is {key_index.dtype} of shape {tuple(key_index.shape)}; it must be an int, integers of "
+                f"shape ({batch},), one per batch row, or bool of shape ({batch}, {keys}), the marked keys"
             )
         # On a GPU the values stay unread, since that would wait for the stream; indexing asserts there by itself.
         key_index = key_index.to(torch.int64)
