@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tiny_task import TASK, examples, talkative_model, word_tokenizer
-from zerotuning import DEFAULT_GRID, HeadProfile, ZeroTuningConfig, calibrate
-from zerotuning.calibration import PointLog
-from zerotuning.evaluation import Predictions, Scorer
+from tiny_task import TASK, answers, examples, talkative_model, word_tokenizer
+from zerotuning import DEFAULT_GRID, ZeroTuningConfig, calibrate
+from zerotuning.points import PointLog
+from zerotuning.scoring import Scorer
 
 DATA = examples()
 
@@ -22,8 +22,7 @@ def run(model=None, **options):
 
 
 def accuracy(model, config, data=DATA):
-    answers = Scorer(model, word_tokenizer(), TASK, [each.text for each in data]).predict([config])[0]
-    return answers.scores(data).accuracy.value
+    return Scorer(model, word_tokenizer(), TASK, data).predict([config])[0].scores(data).accuracy.value
 
 
 def test_uniform_takes_the_best_of_the_grid():
@@ -52,8 +51,7 @@ def more_is_better(monkeypatch):
         found = []
         for config in configs:
             right = min(20, 10 + round(5 * float(config.log_gamma[0, 0])))
-            answers = tuple(each.label if index < right else 1 - each.label for index, each in enumerate(DATA))
-            found.append(Predictions(answers, answers))
+            found.append(answers([each.label if index < right else 1 - each.label for index, each in enumerate(DATA)]))
         return found
 
     monkeypatch.setattr(Scorer, "predict", predict)
@@ -105,40 +103,6 @@ def test_chosen_layers_and_metric():
     assert result.to_json()["metric"] == "constrained_accuracy"
 
 
-PROFILE = HeadProfile(2.0, 0.5, (0.10, -0.04, 0.01, 0.06, -0.20, 0.0, 0.03, -0.01, 0.02, 0.05), tolerance=0.01)
-
-
-def test_kinds_of_heads():
-    assert [PROFILE.kind(head) for head in range(10)] == [
-        "up",
-        "down",
-        "neutral",
-        "up",
-        "down",
-        "neutral",
-        "up",
-        "neutral",
-        "up",
-        "up",
-    ]
-    # Probed downwards, what falls wants more.
-    assert HeadProfile(0.5, 0.5, (-0.1, 0.1), 0.01).kind(0) == "up"
-
-
-def test_selection():
-    # Top four of each type: up 0.10 0.06 0.05 0.03 (mean 0.06), down 0.20 0.04 (mean 0.12).
-    assert PROFILE.select(0.4) == {4: -1, 1: -1}
-    assert PROFILE.select(0.4, "up") == {0: 1, 3: 1, 9: 1, 6: 1}
-    assert PROFILE.select(0.2, "up") == {0: 1, 3: 1}
-    assert PROFILE.select(0.3, "both") == {4: -1, 0: 1, 3: 1}
-    assert PROFILE.select(0.01, "down") == {4: -1}
-    assert HeadProfile(2.0, 0.5, (0.0, 0.01), 0.01).select() == {}
-    with pytest.raises(ValueError, match="p is 0"):
-        PROFILE.select(0)
-    with pytest.raises(ValueError, match=r"p is 1\.5"):
-        PROFILE.select(1.5)
-
-
 def test_nothing_effective_scales_nothing():
     # A factor that changes no answer makes every head neutral.
     result = run(heads="profile", gamma_probe=1.000001)
@@ -175,16 +139,16 @@ class TestPointLog:
     def test_points_are_found_again(self, tmp_path):
         path = tmp_path / "points.jsonl"
         with PointLog(path, self.HEADER) as log:
-            log.append("a", Predictions((0, 1), (1, 1)))
+            log.append("a", answers((0, 1), (1, 1)))
         with PointLog(path, self.HEADER) as log:
-            assert log.get("a") == Predictions((0, 1), (1, 1))
+            assert log.get("a") == answers((0, 1), (1, 1))
             assert log.get("b") is None
             assert list(log) == ["a"]
 
     def test_half_a_line_is_dropped(self, tmp_path):
         path = tmp_path / "points.jsonl"
         with PointLog(path, self.HEADER) as log:
-            log.append("a", Predictions((0,), (0,)))
+            log.append("a", answers((0,)))
         whole = path.read_bytes()
         path.write_bytes(whole + b'{"config": "b", "par')
         with PointLog(path, self.HEADER) as log:

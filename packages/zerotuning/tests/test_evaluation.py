@@ -1,9 +1,11 @@
 import pytest
 import torch
-from tiny_task import TASK, examples, talkative_model, word_tokenizer
+from tiny_task import TASK, answers, examples, talkative_model, word_tokenizer
+from torch.distributions import Categorical
 from zerotuning import TaskSpec, ZeroTuningConfig, apply, evaluate
-from zerotuning.evaluation import Predictions, Scorer, compare
+from zerotuning.evaluation import compare
 from zerotuning.metrics import UNPARSED
+from zerotuning.scoring import Predictions, Scorer
 
 DATA = examples()
 TEXTS = [example.text for example in DATA]
@@ -32,7 +34,7 @@ def one_by_one(model, config, task=TASK):
 @torch.no_grad()
 def _one_by_one(model, config, task):
     tokenizer = word_tokenizer()
-    parsed, constrained = [], []
+    parsed, rows, entropies = [], [], []
     for text in TEXTS:
         ids = tokenizer(task.prompt(text))["input_ids"]
         scores = []
@@ -42,8 +44,17 @@ def _one_by_one(model, config, task):
                 log_probs = model(torch.tensor([ids + label])).logits[0].log_softmax(-1)
             scores.append(sum(float(log_probs[len(ids) - 1 + at, token]) for at, token in enumerate(label)))
         parsed.append(task.parse(tokenizer.decode(log_probs[len(ids) - 1].argmax())))
-        constrained.append(max(range(len(scores)), key=scores.__getitem__))
-    return Predictions(tuple(parsed), tuple(constrained))
+        rows.append(tuple(scores))
+        entropies.append(float(Categorical(logits=log_probs[len(ids) - 1].double()).entropy()))
+    return Predictions(tuple(parsed), tuple(rows), tuple(entropies))
+
+
+def assert_same(found, expected):
+    """Equal but for the rounding of other batches."""
+    assert found.parsed == expected.parsed
+    assert found.constrained == expected.constrained
+    assert torch.tensor(found.label_log_probs) == pytest.approx(torch.tensor(expected.label_log_probs), abs=1e-4)
+    assert found.entropies == pytest.approx(expected.entropies, abs=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
@@ -56,11 +67,11 @@ def test_batches_answer_as_single_prompts_do(architecture, rows):
     told = []
     together = scorer.predict(several, advance=told.append)
     assert sum(told) == 3 * len(TEXTS)
-    for config, answers in zip(several, together, strict=True):
-        assert answers == one_by_one(model, config)
-        assert answers == scorer.predict([config])[0]
+    for config, found in zip(several, together, strict=True):
+        assert_same(found, one_by_one(model, config))
+        assert_same(found, scorer.predict([config])[0])
     # Else rows under the wrong configuration would go unnoticed.
-    assert together[0] != together[2]
+    assert together[0].constrained != together[2].constrained
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
@@ -80,7 +91,7 @@ def test_without_a_shared_prefix():
     scorer = Scorer(model, word_tokenizer(), task, TEXTS)
     assert scorer.prefix == []
     config = configs(model)[1]
-    assert scorer.predict([config])[0] == one_by_one(model, config, task)
+    assert_same(scorer.predict([config])[0], one_by_one(model, config, task))
 
 
 def test_labels_of_several_tokens_are_scored_whole():
@@ -89,12 +100,14 @@ def test_labels_of_several_tokens_are_scored_whole():
     with pytest.warns(UserWarning, match="several tokens"):
         scorer = Scorer(model, word_tokenizer(), task, TEXTS, batch_rows=7)
     config = configs(model)[1]
-    answers = scorer.predict([config])[0]
-    assert answers.constrained == one_by_one(model, config, task).constrained
+    found = scorer.predict([config])[0]
+    expected = one_by_one(model, config, task)
+    assert found.constrained == expected.constrained
+    assert torch.tensor(found.label_log_probs) == pytest.approx(torch.tensor(expected.label_log_probs), abs=1e-4)
     # "yes" begins two labels and decides nothing; "no" begins one.
-    assert set(answers.parsed) <= {UNPARSED, 2}
+    assert set(found.parsed) <= {UNPARSED, 2}
     said = scorer.tokenizer.convert_tokens_to_ids(["yes", "no", "w1"])
-    assert [scorer._parse(token) for token in said] == [UNPARSED, 2, UNPARSED]
+    assert [scorer._parse([token]) for token in said] == [UNPARSED, 2, UNPARSED]
 
 
 def test_tokenizer_that_ends_every_text():
@@ -127,7 +140,7 @@ def test_bad_input():
     model, tokenizer = talkative_model(), word_tokenizer()
     with pytest.raises(ValueError, match="batch_rows is 0"):
         Scorer(model, tokenizer, TASK, TEXTS, batch_rows=0)
-    with pytest.raises(ValueError, match="texts is empty"):
+    with pytest.raises(ValueError, match="items is empty"):
         Scorer(model, tokenizer, TASK, [])
     with pytest.raises(ValueError, match="the model takes 512: shorten"):
         Scorer(model, tokenizer, TASK, ["w1 " * 600])
@@ -159,4 +172,4 @@ def test_evaluate_refuses_useless_data():
     ],
 )
 def test_verdict(vanilla, tuned, verdict):
-    assert compare(DATA, Predictions(vanilla, vanilla), Predictions(tuned, tuned)).verdict == verdict
+    assert compare(DATA, answers(vanilla), answers(tuned)).verdict == verdict

@@ -1,5 +1,5 @@
-from tiny_task import examples
-from zerotuning.evaluation import Predictions, compare
+from tiny_task import answers, examples
+from zerotuning.evaluation import compare
 from zerotuning.report import verdict_line
 
 
@@ -11,7 +11,7 @@ def test_verdicts_are_honest():
     def line(vanilla, tuned):
         return verdict_line(compare(data, vanilla, tuned))
 
-    assert line(Predictions(wrong, wrong), Predictions(right, right)).startswith("It helped: accuracy +1.000")
-    assert "by format" in line(Predictions(unparsed, right), Predictions(right, right))
-    assert line(Predictions(right, right), Predictions(wrong, wrong)).startswith("It hurt: accuracy -1.000")
-    assert line(Predictions(right, right), Predictions(right, right)).startswith("No difference shown")
+    assert line(answers(wrong), answers(right)).startswith("It helped: accuracy +1.000")
+    assert "by format" in line(answers(unparsed, right), answers(right))
+    assert line(answers(right), answers(wrong)).startswith("It hurt: accuracy -1.000")
+    assert line(answers(right), answers(right)).startswith("No difference shown")

@@ -8,6 +8,7 @@ from separata_testing.models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from zerotuning import Example, TaskSpec, ZeroTuningConfig
+from zerotuning.scoring import Predictions
 
 WORDS = [f"w{index}" for index in range(200)]
 TASK = TaskSpec("tiny", "one two three four five six seven eight nine {text} Answer:", ("yes", "no"))
@@ -40,6 +41,13 @@ def examples(count: int = 24, seed: int = 0) -> list[Example]:
         words = torch.randint(0, len(WORDS), (length,), generator=generator).tolist()
         made.append(Example(" ".join(WORDS[word] for word in words), index % 2))
     return made
+
+
+def answers(parsed, constrained=None, labels=2):
+    """Answers made up: what was read, and what was likeliest; the same where it is not given."""
+    constrained = parsed if constrained is None else constrained
+    rows = tuple(tuple(-1.0 if label == each else -3.0 for label in range(labels)) for each in constrained)
+    return Predictions(tuple(parsed), rows, (1.0,) * len(parsed))
 
 
 def talkative_model(architecture: str = "llama"):

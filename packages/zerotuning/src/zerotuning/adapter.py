@@ -1,115 +1,131 @@
 """Putting the operator into a transformers model, and taking it out again.
 
 The way in is the attention interface of transformers: an attention function and its mask function are registered under
-a name of ours, and the decoder is told to use that name. No modelling file is patched and no weight is touched; a layer
-in which every factor is 1 runs the library's own attention function.
+a name of ours (see `zerotuning.attention`), and the decoder is told to use that name. No modelling file is patched and
+no weight is touched; a layer in which every factor is 1 runs the library's own attention function.
 
 A hook in front of the decoder reads the attention mask of each forward and from it the initial token of each row, so
-padding on either side, beam search (which reorders rows, and the mask with them) and decoding with a cache need nothing
-from the caller. A cache is marked with the configuration that filled it.
+padding on either side, packed sequences, beam search (which reorders rows, and the mask with them) and decoding with a
+cache need nothing from the caller. A cache is marked with the configuration that filled it.
 """
 
 import contextlib
 import dataclasses
 import inspect
-import sys
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from separata_core.attention import attention_with_key_bias, key_bias_mask
 from separata_core.models import attention_modules, decoder_layers
 from torch import Tensor, nn
 
-from zerotuning.config import ZeroTuningConfig
+from zerotuning.attention import (
+    PREFIX,
+    SLOTS,
+    Change,
+    Path,
+    Slot,
+    check_floor,
+    check_path,
+    eager_of,
+    family_of,
+    original_of,
+    register,
+    use,
+)
+from zerotuning.config import Mode, ZeroTuningConfig
 from zerotuning.operator import clamp_log_gamma, start_indices, start_indices_4d, warn_if_extreme
 
-# Derived, so that a vendored copy beside an installed original registers under another name.
-_PREFIX = __name__.rpartition(".")[0].replace(".", "_")
-_CACHE_MARK = f"_{_PREFIX}_mark"
+_CACHE_MARK = f"_{PREFIX}_mark"
 
 
 def apply(
-    model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfig]
+    model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfig], path: Path = "auto"
 ) -> contextlib.AbstractContextManager[nn.Module]:
     """Run a model under a configuration for the length of a `with` block.
 
     Args:
-        model: A decoder-only transformers model, loaded with `attn_implementation="sdpa"` (the default) or `"eager"`.
+        model: A decoder-only transformers model, with the attention implementation `"sdpa"` (the default), `"eager"`,
+            `"flex_attention"`, or a flash kernel. Wrapped by PEFT or quantised is fine.
         config: The configuration, or one for each row of the batches to come (with beam search or several returned
-            sequences each row stands for all of its copies).
+            sequences each row stands for all of its copies). All have one mode.
+        path: The way taken for the mode `"exact"`; all compute the same:
+
+            - `"auto"`: the fastest that is accurate.
+            - `"post_softmax"`: materialised weights, multiplied and normalised again. Eager attention only.
+            - `"bias"`: `log gamma` in an additive mask. Eager and SDPA.
+            - `"closed_form"`: the output of the unmodified kernel, corrected. Eager and SDPA; not for a gamma below
+              `separata_core.attention.closed_form_floor`, where digits are lost, nor with dropout.
+            - `"augmented"`: one more dimension of query and key. SDPA, FlexAttention, flash.
 
     Returns:
         A context manager that gives the model; afterwards, also after an exception, the model computes bit for bit what
         it did before.
 
     Raises:
-        ValueError: The configuration is for another model, or the model's attention cannot be wrapped.
+        ValueError: The configuration is for another model, the configurations differ in mode, the model's attention
+            cannot be wrapped, or it does not offer the path.
         RuntimeError: A configuration is already attached.
     """
-    return _applied(model, config)
+    return _applied(model, config, path)
 
 
 @contextlib.contextmanager
-def _applied(model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfig]) -> Iterator[nn.Module]:
-    attach(model, config)
+def _applied(
+    model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfig], path: Path
+) -> Iterator[nn.Module]:
+    attach(model, config, path)
     try:
         yield model
     finally:
         detach(model)
 
 
-def attach(model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfig]) -> None:
+def attach(model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfig], path: Path = "auto") -> None:
     """Put a model under a configuration until `detach`.
 
     Args:
         model: See `apply`.
         config: See `apply`.
+        path: See `apply`.
 
     Raises:
-        ValueError: The configuration is for another model, or the model's attention cannot be wrapped.
+        ValueError: See `apply`.
         RuntimeError: A configuration is already attached.
     """
     configs = [config] if isinstance(config, ZeroTuningConfig) else list(config)
     if not configs:
         raise ValueError("config is an empty sequence; give one configuration, or one for each batch row")
-    modules = list(attention_modules(model))
-    if any(module in _SLOTS for module in modules):
-        raise RuntimeError("a configuration is already attached to this model; call detach(model) first")
-    decoder = _decoder(model)
-    _check_supported(model, decoder)
+    mode = configs[0].mode
+    if other := next((each.mode for each in configs if each.mode != mode), None):
+        raise ValueError(
+            f"config holds configurations of the modes {mode!r} and {other!r}; the rows of one batch need one mode"
+        )
+    check_free(model)
+    implementation = wrappable(model)
+    check_path(path, mode, implementation)
     for each in configs:
         each.check_fits(model)
-
-    original = _original(decoder.config._attn_implementation)
     stacked = clamp_log_gamma(torch.stack([each.log_gamma for each in configs]))
-    warn_if_extreme(stacked, next(model.parameters()).dtype)
-    attachment = _Attachment(
-        original=original,
-        log_gamma=[
-            None if not bool(layer.any()) else (layer[0] if len(configs) == 1 else layer)
-            for layer in stacked.unbind(dim=1)
-        ],
-        rows=len(configs),
-        marks=tuple(None if each.is_identity else each.fingerprint for each in configs),
-        parameters=tuple(inspect.signature(decoder.forward).parameters),
-        pad_token_id=_pad_token_id(model),
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    warn_if_extreme(stacked, dtype)
+    if path == "closed_form":
+        check_floor(stacked, dtype)
+    install(
+        model,
+        Attachment(
+            mode=mode,
+            path=path,
+            log_gamma=[
+                None if not bool(layer.any()) else (layer[0] if len(configs) == 1 else layer)
+                for layer in stacked.unbind(dim=1)
+            ],
+            rows=len(configs),
+            marks=tuple(None if each.is_identity else each.fingerprint for each in configs),
+        ),
     )
-    _register()
-    attachment.handles = [
-        decoder.register_forward_pre_hook(attachment.before_forward, with_kwargs=True),
-        decoder.register_forward_hook(attachment.after_forward),
-    ]
-    for index, module in enumerate([*modules, decoder]):
-        _SLOTS[module] = _Slot(attachment, index)
-    try:
-        decoder.set_attn_implementation(_NAMES[original])
-    except BaseException:
-        detach(model)
-        raise
 
 
 def detach(model: nn.Module) -> None:
@@ -119,14 +135,45 @@ def detach(model: nn.Module) -> None:
         model: The model.
     """
     decoder = _decoder(model)
-    slot = _SLOTS.pop(decoder, None)
+    slot = SLOTS.pop(decoder, None)
     if slot is None:
         return
     for module in attention_modules(model):
-        _SLOTS.pop(module, None)
-    for handle in slot.attachment.handles:
+        SLOTS.pop(module, None)
+    for handle in slot.source.handles:
         handle.remove()
-    decoder.set_attn_implementation(slot.attachment.original)
+    use(decoder, slot.source.original)
+
+
+@contextlib.contextmanager
+def apply_log_gamma(model: nn.Module, log_gamma: Float[Tensor, "rows layers heads"]) -> Iterator[nn.Module]:
+    """Run a model under factors through which gradients flow, for the length of a `with` block.
+
+    Args:
+        model: See `apply`.
+        log_gamma: Natural logarithm of the factor of each layer and query head, for each row of the batches to come.
+
+    Yields:
+        The model.
+
+    Raises:
+        ValueError: The shape does not fit the model, or its attention cannot be wrapped.
+        RuntimeError: A configuration is already attached.
+    """
+    untouched = ZeroTuningConfig.uniform(model, 1.0)
+    if log_gamma.ndim != 3 or log_gamma.shape[1:] != untouched.log_gamma.shape:
+        raise ValueError(
+            f"log_gamma has shape {tuple(log_gamma.shape)}; the model needs [rows, L, Hq] with [L, Hq] = "
+            f"{list(untouched.log_gamma.shape)}"
+        )
+    check_free(model)
+    clamped = clamp_log_gamma(log_gamma)
+    attachment = Attachment(log_gamma=list(clamped.unbind(1)), rows=len(log_gamma), marks=(None,))
+    install(model, attachment)
+    try:
+        yield model
+    finally:
+        detach(model)
 
 
 def select_cache_rows(cache: Any, rows: Int[Tensor, " rows"]) -> None:
@@ -146,16 +193,24 @@ def select_cache_rows(cache: Any, rows: Int[Tensor, " rows"]) -> None:
             _Mark(
                 _shortest(tuple(fingerprints[row] for row in rows.tolist())),
                 None if mark.start is None else mark.start[rows],
+                mark.packed,
+                mark.run,
             ),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """What a cache remembers: which configuration filled it, row by row, and where its rows start."""
+    """What a cache remembers.
+
+    Which configuration filled it, row by row; where its rows start; whether they are packed sequences; and the number
+    of the forward that began it.
+    """
 
     fingerprints: tuple[str | None, ...]
     start: Tensor | None
+    packed: bool
+    run: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,48 +218,72 @@ class _Forward:
     """What the layers need to know of the forward that is running.
 
     `end` counts the positions up to the last query. `start` is None where every row starts at key 0, `live` where every
-    row has a token at all.
+    row has a token at all. `marks` are given where rows have several initial tokens, `[batch, end]`. `real` are the
+    rows of a 2-D attention mask, where there is one.
     """
 
     batch: int
     end: int
-    start: Tensor | None
-    live: Tensor | None
+    start: Tensor | None = None
+    live: Tensor | None = None
+    marks: Tensor | None = None
+    real: Tensor | None = None
 
 
-class _Attachment:
-    """One configuration on one model. Holds no module, so that the weak keys of `_SLOTS` can die."""
+class Attachment:
+    """One configuration on one model. Holds no module, so that the weak keys of the slots can die.
+
+    Attributes:
+        original: The attention implementation of the model beneath.
+        handles: Of the hooks.
+        forward: The forward that runs.
+        run: Counts the forwards that began with an empty cache.
+    """
 
     def __init__(
         self,
         *,
-        original: str,
-        log_gamma: list[Tensor | None],
+        log_gamma: list[Tensor | None] | list[Tensor],
         rows: int,
         marks: tuple[str | None, ...],
-        parameters: tuple[str, ...],
-        pad_token_id: int | None,
+        mode: Mode | Literal["weights"] = "exact",
+        path: Path = "auto",
     ) -> None:
-        self.original = original
-        self.log_gamma = log_gamma
+        """Take note of what to do.
+
+        Args:
+            log_gamma: Of each layer, `[heads]` or `[rows, heads]`; None where nothing changes.
+            rows: Number of the configurations.
+            marks: Of each row, what the cache is to be marked with; None for an unchanged model.
+            mode: See `Change`.
+            path: See `Change`.
+        """
+        self.log_gamma: list[Tensor | None] = list(log_gamma)
         # Known here, so that no layer has to wait for a GPU to read them. Rows left alone have 0.
         self.bounds = [
-            (0.0, 0.0) if each is None else (min(0.0, float(each.min())), max(0.0, float(each.max())))
+            (0.0, 0.0) if each is None else (min(0.0, float(each.detach().min())), max(0.0, float(each.detach().max())))
             for each in log_gamma
         ]
         self.rows = rows
         self.marks = _shortest(marks)
-        self.parameters = parameters
-        self.pad_token_id = pad_token_id
+        self.mode = mode
+        self.path = path
+        self.original = ""
+        self.parameters: tuple[str, ...] = ()
+        self.pad_token_id: int | None = None
+        self.flash = False
         self.handles: list[Any] = []
         self.forward: _Forward | None = None
+        self.run = 0
+        self._unchecked: tuple[int, int] | None = None
 
     def _is_on(self, decoder: nn.Module) -> bool:
         # A copy of the model carries copies of the hooks, but it runs as it is.
-        slot = _SLOTS.get(decoder)
-        return slot is not None and slot.attachment is self
+        slot = SLOTS.get(decoder)
+        return slot is not None and slot.source is self
 
     def before_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook: find the initial tokens."""
         if not self._is_on(decoder):
             return
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
@@ -218,18 +297,26 @@ class _Attachment:
         cache = arguments.get("past_key_values")
         past = 0 if cache is None else int(cache.get_seq_length())
         mark = self._checked_mark(cache, past)
-        start, live = self._starts(arguments, tokens, input_ids, past, mark)
-        self.forward = _Forward(batch, past + length, start, live)
+        if not past:
+            self.run += 1
+        self._unchecked = None
+        self.forward = self._describe(arguments, tokens, input_ids, past, mark)
         if cache is not None:
-            setattr(cache, _CACHE_MARK, _Mark(self.marks, start))
+            setattr(cache, _CACHE_MARK, self._mark())
 
     def after_forward(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Hook: mark the cache."""
         if not self._is_on(decoder):
             return
         # The decoder makes the cache itself when the caller only said `use_cache=True`.
         cache = getattr(output, "past_key_values", None)
         if cache is not None and self.forward is not None:
-            setattr(cache, _CACHE_MARK, _Mark(self.marks, self.forward.start))
+            setattr(cache, _CACHE_MARK, self._mark())
+
+    def _mark(self) -> _Mark:
+        forward = self.forward
+        start = None if forward is None else forward.start
+        return _Mark(self.marks, start, forward is not None and forward.marks is not None, self.run)
 
     def _checked_mark(self, cache: Any, past: int) -> _Mark | None:
         if not past:
@@ -241,28 +328,42 @@ class _Attachment:
                 "past_key_values were computed under another configuration than the one attached, and keys and values "
                 "depend on it: start from an empty cache"
             )
+        if isinstance(mark, _Mark) and mark.packed and any(each is not None for each in self.log_gamma):
+            raise ValueError(
+                "past_key_values hold packed sequences, and which of them the next tokens continue is unknown: decode "
+                "one sequence per row"
+            )
         return mark if isinstance(mark, _Mark) else None
 
-    def _starts(
+    def _describe(
         self, arguments: dict[str, Any], tokens: Tensor, input_ids: Tensor | None, past: int, mark: _Mark | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> _Forward:
+        batch, end = int(tokens.shape[0]), past + int(tokens.shape[1])
         attention_mask = arguments.get("attention_mask")
         if isinstance(attention_mask, dict):
             # Models with several kinds of layers accept one ready mask for each kind.
             attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values()), None))
+        if not past:
+            marks = self._packed(arguments, tokens, attention_mask)
+            if marks is not None:
+                return _Forward(batch, end, marks=marks)
         if attention_mask is None:
             if past and mark is not None:
-                return mark.start, None
-            self._refuse_packed(arguments.get("position_ids"), past)
+                return _Forward(batch, end, mark.start)
             self._warn_of_pads(input_ids, past)
-            return None, None
-        if attention_mask.ndim not in (2, 4):
+            return _Forward(batch, end)
+        real = None
+        if hasattr(attention_mask, "mask_mod"):
+            attention_mask = _dense(attention_mask, batch)
+        if attention_mask.ndim == 2:
+            real = attention_mask != 0
+            start, live = start_indices(attention_mask)
+        elif attention_mask.ndim == 4:
+            start, live = start_indices_4d(attention_mask)
+        else:
             raise ValueError(
                 f"attention_mask has {attention_mask.ndim} dimensions; expected [batch, length] or a 4-D mask"
             )
-        find = start_indices if attention_mask.ndim == 2 else start_indices_4d
-        start, live = find(attention_mask)
-        batch = tokens.shape[0]
         start, live = start.to(tokens.device).expand(batch), live.to(tokens.device).expand(batch)
         if attention_mask.ndim == 4 and past and mark is not None:
             # The mask may belong to layers whose window has passed the start, and then counts from there.
@@ -274,7 +375,7 @@ class _Attachment:
                 f"rows {(~live).nonzero().flatten().tolist()} of the batch are all padding; they are left alone",
                 stacklevel=4,
             )
-        return (start if bool(start.any()) else None), (None if all_live else live)
+        return _Forward(batch, end, start if bool(start.any()) else None, None if all_live else live, real=real)
 
     def _warn_of_pads(self, input_ids: Tensor | None, past: int) -> None:
         if self.pad_token_id is None or input_ids is None or past:
@@ -286,20 +387,74 @@ class _Attachment:
                 stacklevel=5,
             )
 
-    def _refuse_packed(self, position_ids: Any, past: int) -> None:
-        if (
-            position_ids is not None
-            and not past
-            and position_ids.ndim == 2
-            and bool((position_ids.diff(dim=-1) != 1).any())
+    def _packed(self, arguments: dict[str, Any], tokens: Tensor, attention_mask: Any) -> Tensor | None:
+        """The first token of every sequence of packed rows, `[batch, length]`; None where each row holds one."""
+        batch, length = int(tokens.shape[0]), int(tokens.shape[1])
+        if attention_mask is not None and not (
+            self.flash and getattr(attention_mask, "ndim", 0) == 2 and bool((attention_mask != 0).all())
         ):
+            # A mask says what there is to see; flash kernels alone are not given one that hides nothing.
+            return None
+        lengths = arguments.get("cu_seq_lens_q")
+        if self.flash and lengths is not None and arguments.get("cu_seq_lens_k") is not None:
+            flat = torch.zeros(batch * length + 1, dtype=torch.bool, device=tokens.device)
+            flat[lengths.to(tokens.device, torch.long)] = True
+            return flat[:-1].view(batch, length)
+        positions = arguments.get("position_ids")
+        if positions is None or positions.ndim != 2 or length < 2:
+            return None
+        # As transformers tells them apart, for its masks and for its flash kernels.
+        starts = positions == positions.min() if self.flash else positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+        starts = starts.to(tokens.device).expand(batch, -1).clone()
+        starts[:, 0] = True
+        further = starts[:, 1:].nonzero()
+        if not len(further):
+            return None
+        if self.flash:
+            if batch > 1:
+                raise ValueError(
+                    f"position_ids restart within a row (packed sequences) in a batch of {batch} rows, and flash "
+                    "kernels keep sequences apart in a batch of one row only; pass cu_seq_lens_q and its like, or one "
+                    "row"
+                )
+        else:
+            row, before = further[0].tolist()
+            self._unchecked = row, before + 1
+        return starts
+
+    def _check_packed(self, mask: Any) -> None:
+        """Whether the first query of a second sequence is kept from the sequence before; looked up once a forward."""
+        if self._unchecked is None:
+            return
+        row, position = self._unchecked
+        self._unchecked = None
+        if mask is None:
+            apart = False
+        elif hasattr(mask, "mask_mod"):
+            indices = [torch.tensor(each, device=mask.kv_indices.device) for each in (row, 0, position, position - 1)]
+            apart = not bool(mask.mask_mod(*indices))
+        else:
+            seen = mask[row if mask.shape[0] > 1 else 0, 0, position, position - 1]
+            apart = not bool(seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2)
+        if not apart:
             raise ValueError(
-                "position_ids restart within a row (packed sequences), where a row has several initial tokens; "
-                "pass one sequence per row"
+                "position_ids restart within a row (packed sequences), but the model does not keep the sequences "
+                "apart, as transformers does only where no cache is used; pass use_cache=False, or one sequence per row"
             )
 
-    def layer(self, index: int, query: Tensor, keys: int) -> tuple[Tensor, Tensor, tuple[float, float]] | None:
-        """The bias `[batch, heads]`, the key `[batch]` it belongs to, bounds of the bias; None if nothing changes."""
+    def change(self, index: int, module: nn.Module, query: Tensor, keys: int, mask: Any) -> Change | None:
+        """What a layer is to do in the forward that runs.
+
+        Args:
+            index: The layer.
+            module: Its attention.
+            query: Its queries.
+            keys: The number of its keys.
+            mask: The mask that it was given.
+
+        Returns:
+            The change, None if there is none.
+        """
         log_gamma = self.log_gamma[index]
         if log_gamma is None:
             return None
@@ -309,6 +464,7 @@ class _Attachment:
                 "an attention layer was run outside a forward of its decoder, so the initial token of its rows is "
                 "unknown; call the model, or detach first"
             )
+        self._check_packed(mask)
         if log_gamma.device != query.device:
             log_gamma = self.log_gamma[index] = log_gamma.to(query.device)
         batch = query.shape[0]
@@ -317,145 +473,120 @@ class _Attachment:
             if log_gamma.ndim == 1
             else log_gamma.repeat_interleave(batch // self.rows, dim=0)
         )
-        start = forward.start
-        start = query.new_zeros(batch, dtype=torch.long) if start is None else start.to(query.device)
         if forward.live is not None:
             bias = bias * forward.live.to(query.device)[:, None]
-        if (offset := forward.end - keys) > 0:
+        offset = forward.end - keys
+        at = self.marked(forward, query.device)
+        if at is not None:
+            return Change(self.mode, self.path, bias, window(at, keys, offset), self.bounds[index])
+        start = forward.start
+        start = query.new_zeros(batch, dtype=torch.long) if start is None else start.to(query.device)
+        if offset > 0 and self.mode != "query":
             # A sliding-window layer keeps its latest keys only, so its first key is a later token.
             start = start - offset
             bias = bias * (start >= 0)[:, None]
             start = start.clamp(min=0)
-        return bias, start, self.bounds[index]
+        return Change(self.mode, self.path, bias, start, self.bounds[index])
+
+    def marked(self, forward: _Forward, device: torch.device) -> Tensor | None:
+        """The keys to act on, `[batch, end]`, where they are not the one initial key of each row."""
+        return None if forward.marks is None else forward.marks.to(device)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    attachment: _Attachment
-    layer: int
+def window(marks: Tensor, keys: int, offset: int) -> Tensor:
+    """Of marks on all positions, those on the keys that a layer has.
+
+    Args:
+        marks: `[..., positions]`.
+        keys: The number of its keys.
+        offset: How many positions have left its window; negative where a static cache has room for more.
+
+    Returns:
+        `[..., keys]`.
+    """
+    return marks[..., offset:] if offset >= 0 else torch.nn.functional.pad(marks, (0, -offset))
 
 
-_SLOTS: "weakref.WeakKeyDictionary[nn.Module, _Slot]" = weakref.WeakKeyDictionary()
+def _dense(block_mask: Any, batch: int) -> Tensor:
+    """A mask of FlexAttention as a bool tensor."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    rows, keys = block_mask.shape[-2:]
+    mask: Tensor = create_mask(block_mask.mask_mod, batch, 1, rows, keys, device=block_mask.kv_indices.device)
+    return mask
 
 
-def _layer_of(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]] | None:
-    # Absent for a copy of the model, or for another one that shares the config object: those run as they are.
-    slot = _SLOTS.get(module)
-    return None if slot is None else slot.attachment.layer(slot.layer, query, key.shape[2])
+def check_free(model: nn.Module) -> None:
+    """Refuse a model that is under a configuration already.
+
+    Args:
+        model: The model.
+
+    Raises:
+        RuntimeError: It is.
+    """
+    if any(module in SLOTS for module in attention_modules(model)):
+        raise RuntimeError("a configuration is already attached to this model; call detach(model) first")
 
 
-def _sdpa_forward(
-    module: nn.Module,
-    query: Float[Tensor, "batch heads query dim"],
-    key: Float[Tensor, "batch kv_heads key dim"],
-    value: Float[Tensor, "batch kv_heads key value_dim"],
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+def wrappable(model: nn.Module) -> str:
+    """The name of a model's attention implementation, checked.
 
-    layer = _layer_of(module, query, key)
-    if layer is None:
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )
-        return output, None
-    for name in ("softcap", "position_bias", "cache", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} passes {name!r} to its attention, which the SDPA path does not cover; "
-                'load the model with attn_implementation="eager"'
-            )
-    bias, start, bounds = layer
-    length = query.shape[2]
-    causal = (
-        length > 1
-        and attention_mask is None
-        and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    )
-    if causal and key.shape[2] > length:
-        # Prefill into a static cache: the keys behind the prompt are still empty.
-        key, value = key[:, :, :length], value[:, :, :length]
-    if dropout:
-        # Dropout acts on the weights, so their total cannot be corrected afterwards: write the bias into the mask
-        # instead.
-        mask = key_bias_mask(query, key, bias, start, attention_mask=attention_mask, is_causal=causal)
-        output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-        return output, None
-    corrected = attention_with_key_bias(
-        query,
-        key,
-        value,
-        bias,
-        start,
-        attention_mask=attention_mask,
-        is_causal=causal,
-        scale=scaling,
-        bias_range=bounds,
-    )
-    return corrected.transpose(1, 2).contiguous(), None
+    Args:
+        model: The model.
+
+    Returns:
+        The name that transformers has for it.
+
+    Raises:
+        ValueError: It cannot be wrapped.
+    """
+    decoder = _decoder(model)
+    config = getattr(decoder, "config", None)
+    if config is None or not hasattr(decoder, "set_attn_implementation"):
+        raise _not_wrappable(model, "custom code")
+    implementation = original_of(config._attn_implementation)
+    # No public name says whether a model's code goes through the attention interface.
+    if family_of(implementation) is None or not decoder._can_set_attn_implementation():
+        raise _not_wrappable(model, implementation)
+    if implementation == "eager" and any(eager_of(module) is None for module in attention_modules(model)):
+        raise _not_wrappable(model, implementation)
+    return implementation
 
 
-def _eager_forward(
-    module: nn.Module,
-    query: Float[Tensor, "batch heads query dim"],
-    key: Float[Tensor, "batch kv_heads key dim"],
-    value: Float[Tensor, "batch kv_heads key value_dim"],
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    layer = _layer_of(module, query, key)
-    if layer is not None:
-        bias, start, _ = layer
-        # transformers always builds the mask for eager attention, so causality is in it.
-        attention_mask = key_bias_mask(query, key, bias, start, attention_mask=attention_mask)
-    output: tuple[Tensor, Tensor | None] = _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
-    return output
+def install(model: nn.Module, attachment: Attachment) -> None:
+    """Put an attachment onto a model; `detach` takes it off.
 
+    Args:
+        model: The model, which has none.
+        attachment: What the layers are to do.
 
-def _eager_of(module: nn.Module) -> Any:
-    """The eager attention function that every modelling file of transformers carries for its own layers."""
-    return getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
-
-
-_NAMES = {"sdpa": f"{_PREFIX}_sdpa", "eager": f"{_PREFIX}_eager"}
-
-
-def _original(implementation: Any) -> str:
-    """The attention that a name stands for: a copy of an attached model still has the name of ours."""
-    return next((name for name, ours in _NAMES.items() if ours == implementation), str(implementation))
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    for original, forward in (("sdpa", _sdpa_forward), ("eager", _eager_forward)):
-        AttentionInterface.register(_NAMES[original], forward)
-        AttentionMaskInterface.register(_NAMES[original], ALL_MASK_ATTENTION_FUNCTIONS[original])
+    Raises:
+        ValueError: The model's attention cannot be wrapped.
+    """
+    decoder = _decoder(model)
+    attachment.original = wrappable(model)
+    attachment.flash = family_of(attachment.original) == "flash"
+    attachment.parameters = tuple(inspect.signature(decoder.forward).parameters)
+    attachment.pad_token_id = _pad_token_id(model)
+    name = register(attachment.original)
+    attachment.handles = [
+        decoder.register_forward_pre_hook(attachment.before_forward, with_kwargs=True),
+        decoder.register_forward_hook(attachment.after_forward),
+    ]
+    for index, module in enumerate([*attention_modules(model), decoder]):
+        SLOTS[module] = Slot(attachment, index)
+    try:
+        use(decoder, name)
+    except BaseException:
+        detach(model)
+        raise
 
 
 def _decoder(model: nn.Module) -> Any:
     """The module that holds the decoder layers: it receives the attention mask and the cache."""
     layers = decoder_layers(model)
     return next(module for module in model.modules() if any(child is layers for child in module.children()))
-
-
-def _check_supported(model: nn.Module, decoder: Any) -> None:
-    config = getattr(decoder, "config", None)
-    if config is None or not hasattr(decoder, "set_attn_implementation"):
-        raise _not_wrappable(model, "custom code")
-    implementation = _original(config._attn_implementation)
-    # No public name says whether a model's code goes through the attention interface.
-    if implementation not in _NAMES or not decoder._can_set_attn_implementation():
-        raise _not_wrappable(model, implementation)
-    if implementation == "eager":
-        for module in attention_modules(model):
-            if _eager_of(module) is None:
-                raise _not_wrappable(model, implementation)
 
 
 def _not_wrappable(model: nn.Module, implementation: str) -> ValueError:

@@ -1,97 +1,47 @@
-"""Finding the configuration: which heads, and which gamma (paper, section 4, supervised mode).
+"""Finding the configuration: which heads, and which gamma (paper, section 4).
 
-Head profiling raises gamma on one head index at a time, jointly over the layers, and looks whether the metric rises
-("up-effective") or falls ("down-effective"). The stronger type is kept, its strongest heads get one common gamma, and
-that gamma is searched on a grid. Without profiling all heads share the gamma.
+Head profiling chooses the units of heads to scale, see `zerotuning.profiling`; without it all heads are scaled. They
+share one gamma, which is searched on a grid: with labels for the best accuracy, without them for the lowest entropy of
+the answers.
 """
 
 import dataclasses
-import hashlib
-import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 from torch import nn
 
-from zerotuning.config import ModelId, ZeroTuningConfig
-from zerotuning.evaluation import Predictions, ProgressBar, Scorer
-from zerotuning.metrics import Scores
-from zerotuning.tasks import Example, TaskSpec, check_examples
+from zerotuning.config import Mode, ModelId, ZeroTuningConfig
+from zerotuning.evaluation import ProgressBar
+from zerotuning.metrics import Scores, histogram_entropy
+from zerotuning.points import PointLog, run_identity
+from zerotuning.profiling import (
+    Combine,
+    Method,
+    ProfilePlan,
+    Tolerance,
+    Unit,
+    UnitKind,
+    as_examples,
+    check_data,
+    check_selection,
+    unit_config,
+)
+from zerotuning.profiling import (
+    HeadProfile as HeadProfile,
+)
+from zerotuning.scoring import Criterion, Metric, Objective, Predictions, Scorer
+from zerotuning.tasks import Example, TaskSpec
 
 DEFAULT_GRID = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Symmetric in log gamma about 1. The paper's own full grid is not public."""
 
-Metric = Literal["accuracy", "constrained_accuracy"]
-Combine = Literal["dominant", "up", "down", "both"]
+CalibrationMode = Literal["supervised", "unsupervised"]
 
-
-@dataclasses.dataclass(frozen=True)
-class HeadProfile:
-    """How the metric answers to each head index, raised alone.
-
-    Attributes:
-        gamma_probe: The factor that each was raised to.
-        baseline: The metric of the untouched model.
-        deltas: Change of the metric for each query-head index.
-        tolerance: Changes of at most this much are neutral: one example.
-    """
-
-    gamma_probe: float
-    baseline: float
-    deltas: tuple[float, ...]
-    tolerance: float
-
-    def kind(self, head: int) -> Literal["up", "down", "neutral"]:
-        """Whether a head wants more attention on the initial token, less, or does not matter.
-
-        Args:
-            head: Query-head index.
-
-        Returns:
-            `"up"`, `"down"` or `"neutral"`.
-        """
-        # Deltas are multiples of one example, up to rounding.
-        delta = self.deltas[head] if self.gamma_probe > 1 else -self.deltas[head]
-        if abs(delta) <= 1.001 * self.tolerance:
-            return "neutral"
-        return "up" if delta > 0 else "down"
-
-    def select(self, p: float = 0.4, combine: Combine = "dominant") -> dict[int, int]:
-        """Choose the heads to scale.
-
-        Args:
-            p: Share of all heads to take, by |delta|.
-            combine: The type to take them from: `"up"`, `"down"`, `"both"`, or the one whose chosen heads have the
-                larger mean |delta|.
-
-        Returns:
-            The chosen heads, each with +1 (gamma above 1) or -1 (below).
-
-        Raises:
-            ValueError: `p` is not in (0, 1], or `combine` is none of the four.
-        """
-        _check_selection(p, combine)
-        count = max(1, round(p * len(self.deltas)))
-        strongest = sorted(range(len(self.deltas)), key=lambda head: (-abs(self.deltas[head]), head))
-        sign = {"up": 1, "down": -1}
-        if combine == "both":
-            return {head: sign[self.kind(head)] for head in [h for h in strongest if self.kind(h) != "neutral"][:count]}
-        top = {kind: [head for head in strongest if self.kind(head) == kind][:count] for kind in sign}
-        if combine == "dominant":
-            strength = {
-                kind: sum(abs(self.deltas[h]) for h in heads) / max(1, len(heads)) for kind, heads in top.items()
-            }
-            combine = "up" if strength["up"] >= strength["down"] else "down"
-        return dict.fromkeys(top[combine], sign[combine])
-
-    def to_json(self) -> dict[str, Any]:
-        """A form for JSON."""
-        kinds = [self.kind(head) for head in range(len(self.deltas))]
-        return {**dataclasses.asdict(self), "deltas": list(self.deltas), "kinds": kinds}
+REFINEMENTS = 6
+"""Factors that refinement tries: enough to narrow two steps of the default grid to a twelfth."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +50,30 @@ class CurvePoint:
 
     Attributes:
         gamma: The factor.
-        scores: The four numbers with it.
+        value: What is maximised; an entropy counts negatively.
+        scores: The four numbers with it; None without labels.
         label_counts: How often each label was read from an answer; what did not parse is missing.
+        entropy: Mean entropy over the vocabulary, nats.
+        label_entropy: Mean entropy over the label words, nats.
     """
 
     gamma: float
-    scores: Scores
+    value: float
+    scores: Scores | None
     label_counts: tuple[int, ...]
+    entropy: float
+    label_entropy: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A form for JSON."""
+        return {
+            "gamma": self.gamma,
+            "value": self.value,
+            "label_counts": list(self.label_counts),
+            "entropy": self.entropy,
+            "label_entropy": self.label_entropy,
+            **({} if self.scores is None else self.scores.to_json()),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +82,10 @@ class CalibrationResult:
 
     Attributes:
         config: The chosen configuration; gamma 1 if nothing was better.
-        gamma: Its factor (of up-effective heads; the inverse belongs to down-effective ones when both are scaled).
-        curve: The scores along the grid.
-        metric: What was maximised.
+        gamma: Its factor (of up-effective units; the inverse belongs to down-effective ones when both are scaled).
+        curve: What was found along the grid.
+        mode: `"supervised"` or `"unsupervised"`.
+        metric: What was maximised; an entropy counts negatively.
         profile: The head profile, if heads were profiled.
         warnings: What the user should know before he trusts the result.
     """
@@ -125,7 +93,8 @@ class CalibrationResult:
     config: ZeroTuningConfig
     gamma: float
     curve: tuple[CurvePoint, ...]
-    metric: Metric
+    mode: CalibrationMode
+    metric: Criterion
     profile: HeadProfile | None
     warnings: tuple[str, ...]
 
@@ -133,11 +102,9 @@ class CalibrationResult:
         """A form for JSON."""
         return {
             "gamma": self.gamma,
+            "mode": self.mode,
             "metric": self.metric,
-            "curve": [
-                {"gamma": point.gamma, "label_counts": list(point.label_counts), **point.scores.to_json()}
-                for point in self.curve
-            ],
+            "curve": [point.to_json() for point in self.curve],
             "profile": None if self.profile is None else self.profile.to_json(),
             "warnings": list(self.warnings),
         }
@@ -146,37 +113,59 @@ class CalibrationResult:
 def calibrate(
     model: nn.Module,
     tokenizer: Any,
-    data: Sequence[Example],
+    data: Sequence[Example | str],
     task: TaskSpec,
     *,
-    mode: Literal["supervised"] = "supervised",
-    heads: Literal["uniform", "profile"] = "uniform",
-    grid: Sequence[float] = DEFAULT_GRID,
+    mode: CalibrationMode = "supervised",
     metric: Metric = "accuracy",
+    objective: Objective = "entropy",
+    heads: Literal["uniform", "profile"] = "uniform",
+    granularity: UnitKind = "head_index",
+    method: Method = "exhaustive",
+    grid: Sequence[float] = DEFAULT_GRID,
+    refine: bool = False,
     layers: Sequence[int] | None = None,
     gamma_probe: float = 2.0,
     p: float = 0.4,
     combine: Combine = "dominant",
+    tolerance: Tolerance | None = None,
+    operator: Mode = "exact",
+    seed: int = 0,
+    answer_tokens: int = 1,
     batch_rows: int = 16,
     configs_per_pass: int = 1,
     resume: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> CalibrationResult:
-    """Choose heads and gamma by the accuracy on labelled texts.
+    """Choose heads and gamma by labelled texts, or by the model's own certainty on unlabelled ones.
+
+    With `torch.distributed` initialised every process must call this with the same arguments; the prompts are shared
+    out, every process gets the same result, and only the first one writes `resume` and shows progress.
 
     Args:
         model: A decoder-only transformers model.
         tokenizer: Its tokenizer.
-        data: Labelled texts; the paper uses 500. Keep others for the evaluation.
+        data: What to ask about, labelled for the supervised mode; the paper uses 500. Keep others for the evaluation.
         task: What to ask.
-        mode: `"supervised"`.
-        heads: `"uniform"` scales all heads; `"profile"` profiles head indices and scales the effective ones.
-        grid: Factors to try; 1 is always among them.
+        mode: `"supervised"` maximises `metric`; `"unsupervised"` minimises `objective`, and keeps gamma 1, with a
+            warning, where the minimum cannot be trusted: at an edge of the grid, or where answers collapse onto few
+            labels (the entropy of how they spread falls by more than half).
         metric: What to maximise. Ties go to the gamma nearest 1.
+        objective: What to minimise: mean entropy over the vocabulary, or over the label words.
+        heads: `"uniform"` scales all heads; `"profile"` profiles units of heads and scales the effective ones.
+        granularity: What a unit of the profile is.
+        method: How to profile, see `HeadProfiler.run`. By gradient a supervised profile is of the log-likelihood of the
+            true labels.
+        grid: Factors to try; 1 is always among them.
+        refine: Go on between the neighbours of the best factor by golden-section search in log gamma.
         layers: The layers to scale; all if not given.
         gamma_probe: The factor for profiling; not 1.
-        p: Share of the heads to scale after profiling (paper: 40 %).
-        combine: Which heads to scale, see `HeadProfile.select`. With `"both"`, down-effective heads get 1/gamma.
+        p: Share of the units to scale after profiling (paper: 40 %).
+        combine: Which units to scale, see `HeadProfile.select`. With `"both"`, down-effective ones get 1/gamma.
+        tolerance: When a unit is neutral, see `HeadProfile`.
+        operator: See `ZeroTuningConfig.mode`.
+        seed: For `combine="random"`.
+        answer_tokens: How many tokens are generated to read the answer from and to average the entropy over.
         batch_rows: Rows in one forward.
         configs_per_pass: Configurations whose rows share batches; more than 1 fills a GPU when data are few.
         resume: A JSON Lines file to which every evaluated point is appended; points found there are not computed again.
@@ -186,107 +175,95 @@ def calibrate(
         The curve, the chosen configuration and warnings.
 
     Raises:
-        ValueError: Empty or single-class data, factors that are not finite and above 0, an unknown option, or a
-            `resume` file that belongs to another run.
+        ValueError: Empty data, single-class data or missing labels in the supervised mode, factors that are not finite
+            and above 0, an unknown option, or a `resume` file that belongs to another run.
+        RuntimeError: The model gave NaN under a configuration.
     """
-    if mode != "supervised":
-        raise ValueError(f"mode={mode!r} is not offered; the only mode is 'supervised'")
-    if heads not in ("uniform", "profile"):
-        raise ValueError(f"heads is {heads!r}; it must be 'uniform' or 'profile'")
-    if metric not in ("accuracy", "constrained_accuracy"):
-        raise ValueError(f"metric is {metric!r}; it must be 'accuracy' or 'constrained_accuracy'")
+    for name, value, offered in (
+        ("mode", mode, get_args(CalibrationMode)),
+        ("metric", metric, get_args(Metric)),
+        ("objective", objective, get_args(Objective)),
+        ("heads", heads, ("uniform", "profile")),
+    ):
+        if value not in offered:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, offered))}")
     if configs_per_pass < 1:
         raise ValueError(f"configs_per_pass is {configs_per_pass}; it must be at least 1")
-    _check_selection(p, combine)
-    check_examples(task, data)
+    check_selection(p, combine)
+    criterion: Criterion = metric if mode == "supervised" else objective
+    examples = as_examples(data)
+    check_data(task, examples, criterion)
     identity = ModelId.of(model)
     gammas = _checked_grid(grid)
-    in_all = len(gammas)
-    if not (math.isfinite(gamma_probe) and gamma_probe > 0 and gamma_probe != 1):
-        raise ValueError(f"gamma_probe is {gamma_probe}; it must be a finite number above 0, and not 1")
+    profiled: Criterion = "log_likelihood" if method == "gradient" and mode == "supervised" else criterion
+    plan = ProfilePlan.of(identity, granularity, method, profiled, gamma_probe, layers, tolerance, operator)
 
-    scorer = Scorer(model, tokenizer, task, [example.text for example in data], batch_rows=batch_rows)
-    profiled = 0 if heads == "uniform" else identity.query_heads + 1
+    scorer = Scorer(model, tokenizer, task, examples, batch_rows=batch_rows, answer_tokens=answer_tokens)
+    passes = len(gammas) + (plan.passes if heads == "profile" else 0) + (REFINEMENTS if refine else 0)
     with (
-        PointLog(resume, _run_identity(model, identity, task, data)) as log,
-        ProgressBar(progress, len(data) * (profiled + len(gammas)), "calibrate") as advance,
+        PointLog(resume, run_identity(scorer)) as log,
+        ProgressBar(progress, len(examples) * passes, "calibrate") as advance,
     ):
+        told = 0
+
+        def count(prompts: int) -> None:
+            nonlocal told
+            told += prompts
+            advance(prompts)
 
         def answers(configs: Sequence[ZeroTuningConfig]) -> list[Predictions]:
-            return _answers(scorer, log, configs, configs_per_pass, advance)
+            return log.answers(scorer, configs, configs_per_pass=configs_per_pass, advance=count)
 
-        def value(predictions: Predictions) -> float:
-            return _value(predictions.scores(data), metric)
-
-        vanilla = ZeroTuningConfig.uniform(identity, 1.0)
         warnings = []
         profile = None
-        signs = dict.fromkeys(range(identity.query_heads), 1)
+        signs: dict[Unit, int] = {}
         if heads == "profile":
-            probes = [ZeroTuningConfig.uniform(identity, gamma_probe, [h], layers) for h in range(identity.query_heads)]
-            baseline, *probed = [value(each) for each in answers([vanilla, *probes])]
-            profile = HeadProfile(gamma_probe, baseline, tuple(each - baseline for each in probed), 1 / len(data))
-            signs = profile.select(p, combine)
+            profile = (
+                plan.by_measuring(answers, examples)
+                if method == "exhaustive"
+                else plan.by_gradient(model, tokenizer, task, examples, batch_rows, count)
+            )
+            signs = profile.select(p, combine, seed=seed)
             if not signs:
-                warnings.append("no head changed the metric by more than one example; nothing is scaled")
-            # One direction only: above 1 for heads that want more, below for those that want less.
-            if combine == "both":
-                gammas = [gamma for gamma in gammas if gamma >= 1]
-            elif signs:
-                gammas = [gamma for gamma in gammas if gamma == 1 or (gamma > 1) == (next(iter(signs.values())) > 0)]
-            else:
-                gammas = [1.0]
-            advance(len(data) * (in_all - len(gammas)))
+                warnings.append("no head changed the metric beyond its tolerance; nothing is scaled")
+            gammas = _one_direction(gammas, signs, combine)
 
         def config_of(gamma: float, meta: Mapping[str, Any] | None = None) -> ZeroTuningConfig:
             if heads == "uniform":
-                return ZeroTuningConfig.uniform(identity, gamma, layers=layers, meta=meta)
+                return ZeroTuningConfig.uniform(identity, gamma, layers=layers, mode=operator, meta=meta)
             both = combine == "both"
-            per_head = {head: 1 / gamma if both and sign < 0 else gamma for head, sign in signs.items()}
-            return ZeroTuningConfig.per_head(identity, per_head, layers, meta=meta)
+            factors = {unit: 1 / gamma if both and sign < 0 else gamma for unit, sign in signs.items()}
+            return unit_config(identity, granularity, factors, layers, operator=operator, meta=meta)
 
-        curve = tuple(
-            CurvePoint(
-                gamma,
-                predictions.scores(data),
-                tuple(predictions.parsed.count(label) for label in range(len(task.labels))),
-            )
-            for gamma, predictions in zip(gammas, answers([config_of(gamma) for gamma in gammas]), strict=True)
-        )
+        def points(wanted: Sequence[float]) -> list[CurvePoint]:
+            found = answers([config_of(gamma) for gamma in wanted])
+            return [_point(gamma, each, examples, task, criterion) for gamma, each in zip(wanted, found, strict=True)]
 
-    best = max(curve, key=lambda point: (_value(point.scores, metric), -abs(math.log(point.gamma)), point.gamma))
-    if best.gamma != 1 and len(gammas) > 1 and best.gamma in (min(gammas), max(gammas)):
-        warnings.append(
-            f"the best gamma, {best.gamma:g}, is at the edge of the grid; a wider grid may find a better one"
-        )
-    if len(data) < 100:
-        warnings.append(f"only {len(data)} examples: the choice of gamma is mostly noise; use some hundreds")
+        curve = points(gammas)
+        if refine:
+            curve = _refined(curve, points)
+        advance(len(examples) * passes - told)
+
+    best, doubts = _choose(curve, gammas, mode)
+    warnings += doubts
+    if len(examples) < 100:
+        warnings.append(f"only {len(examples)} examples: the choice of gamma is mostly noise; use some hundreds")
     meta = {
         "calibration": {
             "task": task.name,
-            "examples": len(data),
+            "examples": len(examples),
             "mode": mode,
             "heads": heads,
             "gamma": best.gamma,
-            "metric": metric,
-            "value": _value(best.scores, metric),
-            "vanilla": _value(next(point.scores for point in curve if point.gamma == 1), metric),
+            "metric": criterion,
+            "value": best.value,
+            "vanilla": _vanilla(curve).value,
             "grid": list(gammas),
-            **(
-                {}
-                if profile is None
-                else {"gamma_probe": gamma_probe, "p": p, "combine": combine, "heads_scaled": sorted(signs)}
-            ),
+            **({} if profile is None else _profile_meta(profile, p, combine, signs)),
         }
     }
-    return CalibrationResult(config_of(best.gamma, meta), best.gamma, curve, metric, profile, tuple(warnings))
-
-
-def _check_selection(p: float, combine: str) -> None:
-    if not 0 < p <= 1:
-        raise ValueError(f"p is {p}; it must be above 0 and at most 1")
-    if combine not in ("dominant", "up", "down", "both"):
-        raise ValueError(f"combine is {combine!r}; it must be 'dominant', 'up', 'down' or 'both'")
+    config = config_of(best.gamma, meta)
+    return CalibrationResult(config, best.gamma, tuple(curve), mode, criterion, profile, tuple(warnings))
 
 
 def _checked_grid(grid: Sequence[float]) -> list[float]:
@@ -296,138 +273,101 @@ def _checked_grid(grid: Sequence[float]) -> list[float]:
     return sorted({1.0, *map(float, grid)})
 
 
-def _value(scores: Scores, metric: Metric) -> float:
-    return (scores.accuracy if metric == "accuracy" else scores.constrained_accuracy).value
+def _one_direction(gammas: Sequence[float], signs: Mapping[Unit, int], combine: Combine) -> list[float]:
+    """Above 1 for units that want more, below for those that want less."""
+    if not signs:
+        return [1.0]
+    if combine == "both":
+        return [gamma for gamma in gammas if gamma >= 1]
+    up = next(iter(signs.values())) > 0
+    return [gamma for gamma in gammas if gamma == 1 or (gamma > 1) == up]
 
 
-def _answers(
-    scorer: Scorer,
-    log: "PointLog",
-    configs: Sequence[ZeroTuningConfig],
-    configs_per_pass: int,
-    advance: Callable[[int], None],
-) -> list[Predictions]:
-    missing = []
-    for config in configs:
-        if log.get(config.fingerprint) is not None:
-            advance(len(scorer.prompts))
-        elif config not in missing:
-            missing.append(config)
-    for first in range(0, len(missing), configs_per_pass):
-        group = missing[first : first + configs_per_pass]
-        for config, predictions in zip(group, scorer.predict(group, advance=advance), strict=True):
-            log.append(config.fingerprint, predictions)
-    found = [log.get(config.fingerprint) for config in configs]
-    return [each for each in found if each is not None]
+def _point(
+    gamma: float, predictions: Predictions, examples: Sequence[Example], task: TaskSpec, criterion: Criterion
+) -> CurvePoint:
+    labelled = all(example.label is not None for example in examples)
+    values = predictions.values(criterion, examples)
+    total = len(examples)
+    return CurvePoint(
+        gamma=gamma,
+        value=math.fsum(values) / total,
+        scores=predictions.scores(examples) if labelled else None,
+        label_counts=predictions.label_counts(len(task.labels)),
+        entropy=math.fsum(predictions.entropies) / total,
+        label_entropy=math.fsum(predictions.label_entropies) / total,
+    )
 
 
-def _run_identity(model: nn.Module, identity: ModelId, task: TaskSpec, data: Sequence[Example]) -> dict[str, Any]:
-    """What the points of a calibration depend on, apart from the configuration."""
+def _rank(point: CurvePoint) -> tuple[float, float, float]:
+    """The best point has the largest; ties go to the gamma nearest 1."""
+    return point.value, -abs(math.log(point.gamma)), point.gamma
+
+
+def _vanilla(curve: Sequence[CurvePoint]) -> CurvePoint:
+    return next(point for point in curve if point.gamma == 1)
+
+
+def _choose(
+    curve: Sequence[CurvePoint], gammas: Sequence[float], mode: CalibrationMode
+) -> tuple[CurvePoint, list[str]]:
+    """The point to keep, and what there is to say against it."""
+    best = max(curve, key=_rank)
+    at_edge = best.gamma != 1 and best.gamma in (min(gammas), max(gammas))
+    if mode == "supervised":
+        edge = f"the best gamma, {best.gamma:g}, is at the edge of the grid; a wider grid may find a better one"
+        return best, [edge] if at_edge else []
+    vanilla = _vanilla(curve)
+    spread, before = histogram_entropy(best.label_counts), histogram_entropy(vanilla.label_counts)
+    doubts = []
+    if at_edge:
+        doubts.append(
+            f"the entropy is lowest at gamma {best.gamma:g}, an edge of the grid, where answers may only degenerate; "
+            "gamma 1 is kept"
+        )
+    if spread < 0.5 * before:
+        doubts.append(
+            f"at gamma {best.gamma:g}, where the entropy is lowest, answers collapse onto few labels (counts "
+            f"{list(best.label_counts)}, untouched {list(vanilla.label_counts)}); gamma 1 is kept"
+        )
+    return (vanilla if doubts else best), doubts
+
+
+def _refined(curve: Sequence[CurvePoint], points: Callable[[Sequence[float]], list[CurvePoint]]) -> list[CurvePoint]:
+    """Golden-section search in log gamma between the neighbours of the best point."""
+    best = max(range(len(curve)), key=lambda index: _rank(curve[index]))
+    if not 0 < best < len(curve) - 1:
+        return list(curve)
+    low, middle, high = (math.log(curve[index].gamma) for index in (best - 1, best, best + 1))
+    inner = (math.sqrt(5) - 1) / 2
+
+    def at(share: float) -> float:
+        return float(f"{math.exp(low + share * (high - low)):.6g}")
+
+    left, right = points([at(1 - inner), at(inner)])
+    found = [left, right]
+    for _ in range(REFINEMENTS - 2):
+        # Counts are often equal; then the side that holds the best known point is kept.
+        if left.value > right.value or (left.value == right.value and middle <= math.log(left.gamma)):
+            high, right = math.log(right.gamma), left
+            [left] = points([at(1 - inner)])
+            found.append(left)
+        else:
+            low, left = math.log(left.gamma), right
+            [right] = points([at(inner)])
+            found.append(right)
+    known = {point.gamma: point for point in [*found, *curve]}
+    return [known[gamma] for gamma in sorted(known)]
+
+
+def _profile_meta(profile: HeadProfile, p: float, combine: Combine, signs: Mapping[Unit, int]) -> dict[str, Any]:
     return {
-        "model": {key: value for key, value in dataclasses.asdict(identity).items() if key != "name"},
-        "weights": _weights_digest(model),
-        "task": hashlib.sha256(json.dumps(dataclasses.asdict(task), sort_keys=True).encode()).hexdigest()[:32],
-        "data": hashlib.sha256(json.dumps([[e.text, e.label] for e in data]).encode()).hexdigest()[:32],
+        "granularity": profile.granularity,
+        "method": profile.method,
+        "gamma_probe": profile.gamma_probe,
+        "p": p,
+        "combine": combine,
+        ("heads_scaled" if profile.granularity == "head_index" else "units_scaled"): sorted(
+            list(unit) if isinstance(unit, tuple) else unit for unit in signs
+        ),
     }
-
-
-def _weights_digest(model: nn.Module) -> str:
-    """A digest of a few values of every weight: enough to tell models, checkpoints and types apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()[:8].float().tolist()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values}\n".encode())
-    return digest.hexdigest()[:32]
-
-
-class PointLog:
-    """Evaluated points, each on the disk before the next is begun.
-
-    The first line says which run the file belongs to. A last line that was cut off by a crash is dropped.
-    """
-
-    SCHEMA = "zerotuning/points"
-    VERSION = 1
-
-    def __init__(self, path: str | os.PathLike[str] | None, run: Mapping[str, Any]) -> None:
-        """Prepare; files are touched by `with` only.
-
-        Args:
-            path: The file, or None to keep points in memory.
-            run: What identifies the run, as JSON.
-        """
-        self.path = None if path is None else Path(path)
-        self._header = {"schema": self.SCHEMA, "version": self.VERSION, **run}
-        self._points: dict[str, Predictions] = {}
-        self._file: Any = None
-
-    def __enter__(self) -> "PointLog":
-        """Read what is there and open the file for appending.
-
-        Raises:
-            ValueError: It belongs to another run, or a line other than the last is damaged.
-        """
-        if self.path is not None:
-            content = self.path.read_bytes() if self.path.exists() else b""
-            whole = content[: content.rfind(b"\n") + 1]
-            for number, line in enumerate(whole.splitlines(), start=1):
-                self._read(number, line)
-            self._file = self.path.open("ab")
-            if len(whole) < len(content):
-                self._file.truncate(len(whole))
-            if not whole:
-                self._write(self._header)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-    def __iter__(self) -> Iterator[str]:
-        """The keys of all points."""
-        return iter(self._points)
-
-    def get(self, key: str) -> Predictions | None:
-        """A point, if it was evaluated.
-
-        Args:
-            key: Fingerprint of its configuration.
-
-        Returns:
-            Its predictions, or None.
-        """
-        return self._points.get(key)
-
-    def append(self, key: str, predictions: Predictions) -> None:
-        """Add a point and force it to the disk.
-
-        Args:
-            key: Fingerprint of its configuration.
-            predictions: The answers.
-        """
-        self._points[key] = predictions
-        if self._file is not None:
-            self._write({"config": key, **dataclasses.asdict(predictions)})
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _read(self, number: int, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-            if number > 1:
-                self._points[record["config"]] = Predictions(tuple(record["parsed"]), tuple(record["constrained"]))
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{self.path}, line {number}, is damaged; delete the file to start anew") from None
-        if number == 1 and record != self._header:
-            if not isinstance(record, dict) or record.get("schema") != self.SCHEMA:
-                raise ValueError(f"{self.path} is no file of calibration points")
-            wrong = ", ".join(sorted(key for key in self._header if record.get(key) != self._header[key]))
-            raise ValueError(
-                f"{self.path} was made for another run (different {wrong}); give another file, or delete it"
-            )

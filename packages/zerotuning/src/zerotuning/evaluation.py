@@ -1,50 +1,16 @@
-"""Answers of a model to a task under one or many configurations.
+"""A configuration beside the untouched model, on the same items."""
 
-Prompts are sorted by length and padded on the right; the head is applied at the answer positions only; the tokens that
-all prompts begin with (the instruction) go through the model once for each configuration. Rows of one batch may belong
-to different configurations.
-"""
-
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
-from zerotuning.adapter import apply, select_cache_rows
+from zerotuning import parallel
 from zerotuning.config import ZeroTuningConfig
-from zerotuning.metrics import UNPARSED, PairedComparison, Scores
-from zerotuning.tasks import Example, TaskSpec, check_examples, is_one_token
-
-# Below this many shared tokens the second forward costs more than it saves.
-_SHORTEST_PREFIX = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Predictions:
-    """What a model answered, one entry per item.
-
-    Attributes:
-        parsed: Label read from the generated token, `UNPARSED` if none.
-        constrained: Most likely label word.
-    """
-
-    parsed: tuple[int, ...]
-    constrained: tuple[int, ...]
-
-    def scores(self, examples: Sequence[Example]) -> Scores:
-        """The four numbers against the true labels.
-
-        Args:
-            examples: The items, in the same order.
-
-        Returns:
-            The scores.
-        """
-        return Scores.of([example.label for example in examples], self.parsed, self.constrained)
+from zerotuning.metrics import PairedComparison, Scores
+from zerotuning.scoring import Predictions, Scorer
+from zerotuning.tasks import Example, TaskSpec, check_examples, true_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +53,17 @@ def compare(examples: Sequence[Example], vanilla: Predictions, tuned: Prediction
     """Set two sets of answers against each other.
 
     Args:
-        examples: The items.
+        examples: The items, all labelled.
         vanilla: Answers of the untouched model.
         tuned: Answers under a configuration.
 
     Returns:
         The comparison.
     """
+    labels = true_labels(examples)
 
     def right(answers: Sequence[int]) -> list[bool]:
-        return [answer == example.label for answer, example in zip(answers, examples, strict=True)]
+        return [answer == label for answer, label in zip(answers, labels, strict=True)]
 
     return Evaluation(
         vanilla=vanilla.scores(examples),
@@ -135,7 +102,7 @@ def evaluate(
     """
     check_examples(task, data)
     config.check_fits(model)
-    scorer = Scorer(model, tokenizer, task, [example.text for example in data], batch_rows=batch_rows)
+    scorer = Scorer(model, tokenizer, task, data, batch_rows=batch_rows, reuse_layers=False)
     vanilla = ZeroTuningConfig.uniform(config.model_id, 1.0)
     with ProgressBar(progress, 2 * len(data), "evaluate") as advance:
         answers = [scorer.predict([each], advance=advance)[0] for each in (vanilla, config)]
@@ -143,7 +110,7 @@ def evaluate(
 
 
 class ProgressBar:
-    """A tqdm bar of prompts on standard error, or nothing."""
+    """A tqdm bar of prompts on standard error, or nothing; of several processes the first one shows it."""
 
     def __init__(self, enabled: bool, total: int, description: str) -> None:
         """Make it; it shows from `with` on.
@@ -157,7 +124,7 @@ class ProgressBar:
             "total": total,
             "desc": description,
             "unit": "prompt",
-            "disable": not enabled,
+            "disable": not (enabled and parallel.is_first()),
             "dynamic_ncols": True,
         }
 
@@ -175,172 +142,3 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         """Close the bar."""
         self._bar.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """One sequence to run: a prompt, with the tokens of a label behind it where that is to be scored."""
-
-    item: int
-    config: int
-    label: int
-    tokens: list[int]
-    answer_at: int
-
-
-class Scorer:
-    """Prompts made ready once, to be answered under many configurations."""
-
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, task: TaskSpec, texts: Sequence[str], *, batch_rows: int = 16
-    ) -> None:
-        """Tokenise the prompts.
-
-        Args:
-            model: A decoder-only transformers model; put into evaluation mode while it runs.
-            tokenizer: Its tokenizer.
-            task: What to ask.
-            texts: The texts to ask about.
-            batch_rows: Rows in one forward.
-
-        Raises:
-            ValueError: `batch_rows` is below 1, there are no texts, or a prompt is longer than the model's positions.
-        """
-        if batch_rows < 1:
-            raise ValueError(f"batch_rows is {batch_rows}; it must be at least 1")
-        if not texts:
-            raise ValueError("texts is empty")
-        self.model: Any = model
-        self.tokenizer, self.task, self.batch_rows = tokenizer, task, batch_rows
-        self.label_tokens = task.label_tokens(tokenizer)
-        self.one_token = is_one_token(task, self.label_tokens)
-        prompts: list[list[int]] = tokenizer([task.prompt(text) for text in texts])["input_ids"]
-        # Some tokenizers end every text; behind that no answer follows.
-        end = tokenizer.eos_token_id
-        self.prompts = [ids[:-1] if end is not None and ids[-1:] == [end] else ids for ids in prompts]
-        longest = max(map(len, self.prompts)) + max(map(len, self.label_tokens))
-        limit = getattr(model.config, "max_position_embeddings", None)
-        if isinstance(limit, int) and longest > limit:
-            raise ValueError(
-                f"the longest prompt has {longest} tokens with its label; the model takes {limit}: shorten the texts"
-            )
-        self.prefix = _common_prefix(self.prompts)
-        if len(self.prefix) < _SHORTEST_PREFIX:
-            self.prefix = []
-
-    @torch.inference_mode()
-    def predict(
-        self, configs: Sequence[ZeroTuningConfig], *, advance: Callable[[int], None] = lambda prompts: None
-    ) -> list[Predictions]:
-        """Answer all prompts under each configuration, the rows of all in shared batches.
-
-        Args:
-            configs: The configurations.
-            advance: Told how many prompts were answered, each time some are.
-
-        Returns:
-            One set of answers for each configuration.
-        """
-        rows = [
-            row
-            for config in range(len(configs))
-            for item in range(len(self.prompts))
-            for row in self._rows(item, config)
-        ]
-        # Rows of one configuration stay together where lengths are equal.
-        rows.sort(key=lambda row: (len(row.tokens), row.config))
-        label_scores = torch.full((len(configs), len(self.prompts), len(self.label_tokens)), -torch.inf)
-        generated = torch.zeros(len(configs), len(self.prompts), dtype=torch.long)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            cache = self._run_prefix(configs)
-            done = 0
-            for first in range(0, len(rows), self.batch_rows):
-                batch = rows[first : first + self.batch_rows]
-                for row, log_probs in zip(batch, self._answer_log_probs(configs, batch, cache), strict=True):
-                    if self.one_token:
-                        label_scores[row.config, row.item] = log_probs[0, [ids[0] for ids in self.label_tokens]]
-                    else:
-                        target = torch.tensor(self.label_tokens[row.label])
-                        label_scores[row.config, row.item, row.label] = log_probs.gather(1, target[:, None]).sum()
-                    generated[row.config, row.item] = log_probs[0].argmax()
-                share = len(self.prompts) * len(configs) * (first + len(batch)) // len(rows)
-                advance(share - done)
-                done = share
-        finally:
-            self.model.train(was_training)
-        return [
-            Predictions(tuple(self._parse(token) for token in tokens.tolist()), tuple(scores.argmax(-1).tolist()))
-            for tokens, scores in zip(generated, label_scores, strict=True)
-        ]
-
-    def _rows(self, item: int, config: int) -> list[_Row]:
-        prompt = self.prompts[item][len(self.prefix) :]
-        if self.one_token:
-            return [_Row(item, config, 0, prompt, len(prompt) - 1)]
-        return [
-            _Row(item, config, label, prompt + ids[:-1], len(prompt) - 1) for label, ids in enumerate(self.label_tokens)
-        ]
-
-    def _run_prefix(self, configs: Sequence[ZeroTuningConfig]) -> Any:
-        """The keys and values of the shared prefix, one row for each configuration; None if nothing is shared."""
-        if not self.prefix:
-            return None
-        from transformers import DynamicCache
-
-        device = self.model.get_input_embeddings().weight.device
-        tokens = torch.tensor([self.prefix], device=device).expand(len(configs), -1)
-        cache = DynamicCache(config=self.model.config)
-        with apply(self.model, configs):
-            self.model(
-                input_ids=tokens,
-                attention_mask=torch.ones_like(tokens),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        return cache
-
-    def _answer_log_probs(
-        self, configs: Sequence[ZeroTuningConfig], batch: Sequence[_Row], cache: Any
-    ) -> list[Float[Tensor, "positions vocab"]]:
-        """Log-probabilities from the answer position of each row to its end, in float32 on the CPU."""
-        device = self.model.get_input_embeddings().weight.device
-        length = max(len(row.tokens) for row in batch)
-        # On the right no token sees the padding, so what fills it is of no account and no mask is needed.
-        tokens = torch.tensor(
-            [row.tokens + row.tokens[-1:] * (length - len(row.tokens)) for row in batch], device=device
-        )
-        positions = sorted({at for row in batch for at in range(row.answer_at, len(row.tokens))})
-        past = {}
-        if cache is not None:
-            cache = copy.deepcopy(cache)
-            select_cache_rows(cache, torch.tensor([row.config for row in batch], device=device))
-            past = {"past_key_values": cache, "use_cache": True}
-        mask = torch.ones(len(batch), len(self.prefix) + length, dtype=torch.long, device=device)
-        with apply(self.model, [configs[row.config] for row in batch]):
-            logits = self.model(
-                input_ids=tokens, attention_mask=mask, logits_to_keep=torch.tensor(positions, device=device), **past
-            ).logits
-        log_probs = []
-        for index, row in enumerate(batch):
-            wanted = [positions.index(at) for at in range(row.answer_at, len(row.tokens))]
-            log_probs.append(logits[index, wanted].float().log_softmax(-1).cpu())
-        return log_probs
-
-    def _parse(self, token: int) -> int:
-        label = self.task.parse(self.tokenizer.decode([token]))
-        if label != UNPARSED or self.one_token:
-            return label
-        begun = [index for index, ids in enumerate(self.label_tokens) if ids[0] == token]
-        return begun[0] if len(begun) == 1 else UNPARSED
-
-
-def _common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """The tokens that all prompts begin with, one less than the shortest has at most."""
-    shortest = min(map(len, prompts))
-    for length, tokens in enumerate(zip(*prompts, strict=False)):
-        if len(set(tokens)) > 1 or length == shortest - 1:
-            return list(prompts[0][:length])
-    return []

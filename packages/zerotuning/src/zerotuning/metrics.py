@@ -43,6 +43,36 @@ def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> tup
     return low, high
 
 
+def sign_test(gained: int, lost: int) -> float:
+    """Exact two-sided sign test: are gains and losses equally likely?
+
+    Args:
+        gained: Pairs that rose.
+        lost: Pairs that fell; those that did neither do not count.
+
+    Returns:
+        The p-value; 1 if there is nothing to tell from.
+    """
+    if gained + lost == 0:
+        return 1.0
+    from scipy.stats import binomtest  # type: ignore[import-untyped]  # scipy ships no types
+
+    return float(binomtest(gained, gained + lost, 0.5).pvalue)
+
+
+def histogram_entropy(counts: Sequence[int]) -> float:
+    """Shannon entropy of how answers spread over labels.
+
+    Args:
+        counts: How often each label was given.
+
+    Returns:
+        Nats; 0 if all answers are the same, or there is none.
+    """
+    total = sum(counts)
+    return sum(-count / total * math.log(count / total) for count in counts if count) if total else 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Proportion:
     """A share of counted items.
@@ -173,11 +203,7 @@ class PairedComparison:
     @property
     def p_value(self) -> float:
         """Exact two-sided McNemar test: are gains and losses equally likely?"""
-        if self.gained + self.lost == 0:
-            return 1.0
-        from scipy.stats import binomtest  # type: ignore[import-untyped]  # scipy ships no types
-
-        return float(binomtest(self.gained, self.gained + self.lost, 0.5).pvalue)
+        return sign_test(self.gained, self.lost)
 
     def to_json(self) -> dict[str, object]:
         """A form for JSON."""

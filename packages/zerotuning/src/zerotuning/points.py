@@ -1,0 +1,220 @@
+"""Answers by configuration, kept on the disk as they come, so that a long run continues where it stopped."""
+
+import base64
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotuning import parallel
+from zerotuning.config import ModelId, ZeroTuningConfig
+from zerotuning.scoring import Predictions, Scorer
+from zerotuning.tasks import Example
+
+
+def run_identity(scorer: Scorer) -> dict[str, Any]:
+    """What the answers depend on, apart from the configuration.
+
+    Args:
+        scorer: The prompts and the model.
+
+    Returns:
+        A description that JSON can hold, equal for runs whose answers may be mixed.
+    """
+    identity = ModelId.of(scorer.model)
+    items = [each if isinstance(each, Example) else Example(each) for each in scorer.items]
+    return {
+        "model": {key: value for key, value in dataclasses.asdict(identity).items() if key != "name"},
+        "weights": _weights_digest(scorer.model),
+        "task": _digest(dataclasses.asdict(scorer.task)),
+        "data": _digest([[each.text, *each.choices] for each in items]),
+        "answer_tokens": scorer.answer_tokens,
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _weights_digest(model: nn.Module) -> str:
+    """A digest of a few values of every weight: enough to tell models, checkpoints and types apart."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()[:8].float().tolist()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+class PointLog:
+    """Evaluated points, each on the disk before the next is begun.
+
+    The first line says which run the file belongs to. A last line that was cut off by a crash is dropped. With several
+    processes the first one reads and writes, and all know the same points.
+    """
+
+    SCHEMA = "zerotuning/points"
+    VERSION = 2
+
+    def __init__(self, path: str | os.PathLike[str] | None, run: Mapping[str, Any]) -> None:
+        """Prepare; files are touched by `with` only.
+
+        Args:
+            path: The file, or None to keep points in memory.
+            run: What identifies the run, as JSON.
+        """
+        self.path = None if path is None else Path(path)
+        self._header = {"schema": self.SCHEMA, "version": self.VERSION, **run}
+        self._points: dict[str, Predictions] = {}
+        self._file: Any = None
+
+    def __enter__(self) -> "PointLog":
+        """Read what is there and open the file for appending.
+
+        Raises:
+            ValueError: It belongs to another run or to another version of this package, or a line other than the last
+                is damaged.
+            OSError: The file cannot be read or written.
+        """
+        if self.path is None:
+            return self
+        content = self.path.read_bytes() if parallel.is_first() and self.path.exists() else b""
+        content = parallel.from_first(content) or b""
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), start=1):
+            self._read(number, line)
+        if parallel.is_first():
+            self._file = self.path.open("ab")
+            if len(whole) < len(content):
+                self._file.truncate(len(whole))
+            if not whole:
+                self._write(self._header)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def __iter__(self) -> Iterator[str]:
+        """The keys of all points."""
+        return iter(self._points)
+
+    def get(self, key: str) -> Predictions | None:
+        """A point, if it was evaluated.
+
+        Args:
+            key: Fingerprint of its configuration.
+
+        Returns:
+            Its predictions, or None.
+        """
+        return self._points.get(key)
+
+    def append(self, key: str, predictions: Predictions) -> None:
+        """Add a point and force it to the disk.
+
+        Args:
+            key: Fingerprint of its configuration.
+            predictions: The answers.
+        """
+        self._points[key] = predictions
+        if self._file is not None:
+            flat = [value for each in predictions.label_log_probs for value in each]
+            self._write(
+                {
+                    "config": key,
+                    "parsed": list(predictions.parsed),
+                    "label_log_probs": _pack(flat),
+                    "entropies": _pack(predictions.entropies),
+                }
+            )
+
+    def answers(
+        self,
+        scorer: Scorer,
+        configs: Sequence[ZeroTuningConfig],
+        *,
+        configs_per_pass: int = 1,
+        advance: Callable[[int], None] = lambda prompts: None,
+    ) -> list[Predictions]:
+        """The answers under each configuration, computed where they are not known.
+
+        Args:
+            scorer: The prompts and the model.
+            configs: The configurations; those that touch lower layers first, to run as few layers as possible.
+            configs_per_pass: How many of them share batches.
+            advance: Told how many prompts are done.
+
+        Returns:
+            One set of answers for each configuration.
+        """
+        missing = []
+        for config in configs:
+            if self.get(config.fingerprint) is not None:
+                advance(len(scorer.prompts))
+            elif config not in missing:
+                missing.append(config)
+        for first in range(0, len(missing), configs_per_pass):
+            group = missing[first : first + configs_per_pass]
+            for config, predictions in zip(group, scorer.predict(group, advance=advance), strict=True):
+                self.append(config.fingerprint, predictions)
+        return [self._points[config.fingerprint] for config in configs]
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _read(self, number: int, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            if number > 1:
+                self._points[record["config"]] = _predictions(record)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{self.path}, line {number}, is damaged; delete the file to start anew") from None
+        if number == 1 and record != self._header:
+            if not isinstance(record, dict) or record.get("schema") != self.SCHEMA:
+                raise ValueError(f"{self.path} is no file of calibration points")
+            if record.get("version") != self.VERSION:
+                raise ValueError(
+                    f"{self.path} has version {record.get('version')!r} of the file of calibration points and this "
+                    f"zerotuning continues version {self.VERSION} (version 1 holds no entropies): give another file, "
+                    "or delete it"
+                )
+            wrong = ", ".join(sorted(key for key in self._header if record.get(key) != self._header[key]))
+            raise ValueError(
+                f"{self.path} was made for another run (different {wrong}); give another file, or delete it"
+            )
+
+
+def _pack(values: Sequence[float]) -> str:
+    """Float32 numbers, little endian, in base64: exact, and half as long as digits."""
+    return base64.b64encode(torch.tensor(values, dtype=torch.float32).numpy().astype("<f4").tobytes()).decode()
+
+
+def _unpack(text: str) -> list[float]:
+    data = base64.b64decode(text, validate=True)
+    if not data or len(data) % 4:
+        raise ValueError("no float32 numbers")
+    import numpy as np
+
+    return [float(value) for value in np.frombuffer(data, dtype="<f4")]
+
+
+def _predictions(record: Mapping[str, Any]) -> Predictions:
+    parsed = tuple(int(label) for label in record["parsed"])
+    flat, entropies = _unpack(record["label_log_probs"]), _unpack(record["entropies"])
+    labels, rest = divmod(len(flat), len(parsed))
+    if len(entropies) != len(parsed) or rest or not labels:
+        raise ValueError("counts do not agree")
+    rows = [tuple(flat[first : first + labels]) for first in range(0, len(flat), labels)]
+    return Predictions(parsed, tuple(rows), tuple(entropies))
