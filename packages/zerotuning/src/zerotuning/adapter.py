@@ -289,7 +289,7 @@ class Attachment:
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         input_ids: Tensor | None = arguments.get("input_ids")
         tokens: Tensor = arguments["inputs_embeds"] if input_ids is None else input_ids
-        batch, length = int(tokens.shape[0]), int(tokens.shape[1])
+        batch = int(tokens.shape[0])
         if batch % self.rows:
             raise ValueError(
                 f"the batch has {batch} rows, which is no multiple of the {self.rows} configurations attached"
@@ -399,12 +399,14 @@ class Attachment:
         if self.flash and lengths is not None and arguments.get("cu_seq_lens_k") is not None:
             flat = torch.zeros(batch * length + 1, dtype=torch.bool, device=tokens.device)
             flat[lengths.to(tokens.device, torch.long)] = True
-            return flat[:-1].view(batch, length)
+            return flat[:-1].reshape(batch, length)
         positions = arguments.get("position_ids")
         if positions is None or positions.ndim != 2 or length < 2:
             return None
         # As transformers tells them apart, for its masks and for its flash kernels.
-        starts = positions == positions.min() if self.flash else positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+        starts: Tensor = (
+            positions == positions.min() if self.flash else positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+        )
         starts = starts.to(tokens.device).expand(batch, -1).clone()
         starts[:, 0] = True
         further = starts[:, 1:].nonzero()
@@ -464,7 +466,8 @@ class Attachment:
                 "an attention layer was run outside a forward of its decoder, so the initial token of its rows is "
                 "unknown; call the model, or detach first"
             )
-        self._check_packed(mask)
+        if self.mode != "query":
+            self._check_packed(mask)
         if log_gamma.device != query.device:
             log_gamma = self.log_gamma[index] = log_gamma.to(query.device)
         batch = query.shape[0]
@@ -478,7 +481,7 @@ class Attachment:
         offset = forward.end - keys
         at = self.marked(forward, query.device)
         if at is not None:
-            return Change(self.mode, self.path, bias, window(at, keys, offset), self.bounds[index])
+            return Change(self.mode, self.path, bias, window(at, offset), self.bounds[index])
         start = forward.start
         start = query.new_zeros(batch, dtype=torch.long) if start is None else start.to(query.device)
         if offset > 0 and self.mode != "query":
@@ -493,12 +496,11 @@ class Attachment:
         return None if forward.marks is None else forward.marks.to(device)
 
 
-def window(marks: Tensor, keys: int, offset: int) -> Tensor:
+def window(marks: Tensor, offset: int) -> Tensor:
     """Of marks on all positions, those on the keys that a layer has.
 
     Args:
         marks: `[..., positions]`.
-        keys: The number of its keys.
         offset: How many positions have left its window; negative where a static cache has room for more.
 
     Returns:

@@ -9,7 +9,8 @@ the sequence, and a factor `gamma > 0` (paper, section 3; the state kept everywh
 
 Adding `log gamma` to the scaled logit of key 0 before the softmax is the same function, and so is correcting the output
 of an unmodified attention kernel, `o' = (o + (gamma - 1) a_0 v_0) / D`. `separata_core.attention` computes these; here
-are the definition itself and what decides which key is the initial one.
+are the definition itself, what decides which key is the initial one, and the two variants that the paper names for
+kernels that hide their weights. Those two are other functions, not other ways to this one.
 """
 
 import warnings
@@ -54,24 +55,89 @@ def warn_if_extreme(log_gamma: Float[Tensor, "*shape"], dtype: torch.dtype) -> N
 def reweight(
     weights: Float[Tensor, "batch heads query key"],
     log_gamma: Float[Tensor, " heads"] | Float[Tensor, "batch heads"],
-    start: Int[Tensor, " batch"] | int = 0,
+    start: int | Int[Tensor, " batch"] | Bool[Tensor, "batch key"] = 0,
 ) -> Float[Tensor, "batch heads query key"]:
     """Re-weight attention probabilities; the definition that every faster path is held against.
 
     Args:
-        weights: Softmax weights; every row sums to 1, or to 0 where nothing is visible.
+        weights: Softmax weights. Rows sum to 1, to less where the model keeps a learned sink in the denominator, or to
+            0 where nothing is visible.
         log_gamma: Natural logarithm of the factor of each head, or of each batch row and head.
-        start: Index of the initial key, of each batch row or common to all.
+        start: Index of the initial key, of each batch row or common to all; or marks where a row has several of which
+            every query sees its own (packed sequences).
 
     Returns:
-        Weights in which column `start` is multiplied by gamma and the rows are normalised again.
+        Weights in which column `start` is multiplied by gamma and the rows are normalised again, in float32 or better.
     """
-    batch = weights.shape[0]
-    index = torch.as_tensor(start, device=weights.device).expand(batch)
-    column = index[:, None, None, None].expand(*weights.shape[:3], 1)
-    gamma = clamp_log_gamma(log_gamma).to(weights.dtype).exp().expand(batch, -1)[:, :, None, None]
-    initial = weights.gather(-1, column)
-    return weights.scatter(-1, column, gamma * initial) / (1 + (gamma - 1) * initial)
+    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    gamma = _gamma(log_gamma, wide.dtype).expand(weights.shape[0], -1)[:, :, None, None]
+    at_start = marks_of(start, weights.shape[0], weights.shape[3], weights.device)[:, None, None]
+    initial = (wide * at_start).sum(dim=-1, keepdim=True)
+    return torch.where(at_start, gamma * wide, wide) / (1 + (gamma - 1) * initial)
+
+
+def scale_keys(
+    key: Float[Tensor, "batch kv_heads key dim"],
+    log_gamma: Float[Tensor, " kv_heads"] | Float[Tensor, "batch kv_heads"],
+    start: int | Int[Tensor, " batch"] | Bool[Tensor, "batch key"] = 0,
+) -> Float[Tensor, "batch kv_heads key dim"]:
+    """The mode `"key"`: multiply the key state of the initial token, and so its logit, by gamma.
+
+    Not the operator of this module: what it does to the weight depends on the query, and for a negative logit it goes
+    the other way.
+
+    Args:
+        key: Keys as the attention sees them, after the rotary embedding.
+        log_gamma: Natural logarithm of the factor of each key/value head, or of each batch row and head.
+        start: As in `reweight`.
+
+    Returns:
+        The keys, all others bit for bit.
+    """
+    gamma = _gamma(log_gamma, key.dtype).expand(key.shape[0], -1)[:, :, None]
+    at_start = marks_of(start, key.shape[0], key.shape[2], key.device)[:, None]
+    return (key * torch.where(at_start, gamma, 1.0)[..., None]).to(key.dtype)
+
+
+def scale_queries(
+    query: Float[Tensor, "batch heads query dim"],
+    log_gamma: Float[Tensor, " heads"] | Float[Tensor, "batch heads"],
+) -> Float[Tensor, "batch heads query dim"]:
+    """The mode `"query"`: multiply the queries, and so every logit, by gamma; a temperature of `1 / gamma`.
+
+    Args:
+        query: Queries as the attention sees them.
+        log_gamma: Natural logarithm of the factor of each head, or of each batch row and head.
+
+    Returns:
+        The queries.
+    """
+    gamma = _gamma(log_gamma, query.dtype).expand(query.shape[0], -1)
+    return (query * gamma[:, :, None, None]).to(query.dtype)
+
+
+def _gamma(log_gamma: Tensor, dtype: torch.dtype) -> Tensor:
+    return clamp_log_gamma(log_gamma).to(torch.promote_types(dtype, torch.float32)).exp()
+
+
+def marks_of(
+    start: int | Int[Tensor, " batch"] | Bool[Tensor, "batch keys"], batch: int, keys: int, device: torch.device
+) -> Bool[Tensor, "batch keys"]:
+    """Bring what says where the initial keys are into one form.
+
+    Args:
+        start: As in `reweight`.
+        batch: Number of batch rows.
+        keys: Number of keys.
+        device: Where the result is wanted.
+
+    Returns:
+        True at the initial keys.
+    """
+    if isinstance(start, Tensor) and start.dtype == torch.bool:
+        return start.to(device)
+    index = torch.as_tensor(start, device=device).expand(batch)
+    return torch.arange(keys, device=device) == index[:, None]
 
 
 def start_indices(
