@@ -9,8 +9,6 @@ from tiny_task import TASK, talkative_model, word_tokenizer, write_files
 from zerotuning import ZeroTuningConfig
 from zerotuning.lm_eval import harness_model, main, register
 
-pytest.importorskip("lm_eval", reason="needs the extra 'lm-eval'")
-
 PROMPTS = ["w1", "w5 w6 w7 w8 w9 w10 w11", "w3 w2", "w40 w41 w42 w43"]
 QUIET = pytest.mark.filterwarnings("ignore")  # the harness's own
 
