@@ -6,7 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from separata_core.attention import attention_with_key_bias
-from zerotuning.operator import clamp_log_gamma, reweight, start_indices, start_indices_4d, warn_if_extreme
+from zerotuning.operator import (
+    clamp_log_gamma,
+    reweight,
+    scale_keys,
+    scale_queries,
+    start_indices,
+    start_indices_4d,
+    warn_if_extreme,
+)
 
 # Query heads 2, key/value heads 1, three tokens, width 2.
 QUERY = torch.tensor([[[[1, 0], [0, 1], [1, 1]], [[0, 1], [1, 0], [1, -1]]]], dtype=torch.float64)
@@ -224,3 +232,61 @@ def test_bfloat16_paths_agree(backend):
         :, :, -1:
     ]
     torch.testing.assert_close(found.double(), exact, atol=2e-2, rtol=0)
+
+
+class TestVariants:
+    """The modes "key" and "query" are other functions, not other ways to the operator."""
+
+    def test_key_scaling_by_hand_and_unlike_the_operator(self):
+        weights = causal_weights(QUERY, scale_keys(KEY, log(2.0)))[0, :, 2]
+        expected = torch.tensor([[0.575975, 0.283995, 0.140029], [0.471726, 0.056547, 0.471726]], dtype=torch.float64)
+        torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0)
+        operator = reweight(causal_weights(QUERY, KEY), log(2.0).expand(2))[0, :, 2]
+        # exp(1 / sqrt 2) happens to be 2.03 here, where gamma is 2.
+        assert (weights - operator).abs().amax(-1).min() > 3e-3
+
+    def test_negative_logit_goes_the_other_way(self):
+        query = torch.tensor([[[[1.0]]]], dtype=torch.float64)
+        key = torch.tensor([[[[-1.0], [0.0]]]], dtype=torch.float64)
+
+        def row(key):
+            return (query @ key.transpose(-1, -2)).softmax(-1)[0, 0, 0].tolist()
+
+        assert row(key) == pytest.approx([0.268941, 0.731059], abs=1e-6)
+        operator = reweight((query @ key.transpose(-1, -2)).softmax(-1), log(2.0))[0, 0, 0].tolist()
+        assert operator == pytest.approx([0.423883, 0.576117], abs=1e-6)
+        assert row(scale_keys(key, log(2.0))) == pytest.approx([0.119203, 0.880797], abs=1e-6)
+
+    def test_query_scaling_is_a_temperature_on_all_keys(self):
+        plain = causal_weights(QUERY, KEY)
+        sharp = causal_weights(scale_queries(QUERY, log(2.0).expand(2)), KEY)
+        torch.testing.assert_close(sharp, plain**2 / (plain**2).sum(-1, keepdim=True))
+
+    def test_only_the_marked_keys_and_chosen_heads_change(self):
+        key = torch.randn(2, 2, 5, 3, dtype=torch.bfloat16)
+        log_gamma = torch.tensor([[math.log(2.0), 0.0], [0.0, math.log(4.0)]])
+        scaled = scale_keys(key, log_gamma, torch.tensor([0, 3]))
+        expected = key.clone()
+        expected[0, 0, 0] *= 2
+        expected[1, 1, 3] *= 4
+        assert torch.equal(scaled, expected)
+        marks = torch.arange(10).reshape(2, 5) % 4 == 0
+        assert torch.equal(
+            scale_keys(key, log_gamma, marks)[0, 0], torch.where(marks[0, :, None], 2.0, 1.0) * key[0, 0]
+        )
+        assert torch.equal(scale_queries(key, torch.zeros(2)), key)
+
+
+def test_marks_stand_for_the_initial_token_of_each_sequence():
+    weights = torch.zeros(1, 1, 4, 4)
+    weights[0, 0] = torch.tensor([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0], [0, 0, 0.25, 0.75]])
+    result = reweight(weights, torch.tensor([math.log(3.0)]), torch.tensor([[True, False, True, False]]))[0, 0]
+    expected = torch.tensor([[1, 0, 0, 0], [0.75, 0.25, 0, 0], [0, 0, 1, 0], [0, 0, 0.5, 0.5]])
+    torch.testing.assert_close(result, expected)
+
+
+def test_learned_sink_stays_in_the_denominator():
+    # Weights that sum to 0.8: the rest is the sink's, with a logit of its own.
+    logits = torch.tensor([0.5, -0.2, 0.9, 0.1], dtype=torch.float64)
+    plain, biased = logits.softmax(-1), (logits + torch.tensor([math.log(2.0), 0, 0, 0])).softmax(-1)
+    torch.testing.assert_close(reweight(plain[None, None, None, :3], log(2.0))[0, 0, 0], biased[:3])

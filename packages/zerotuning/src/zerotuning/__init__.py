@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerotuning.adapter import apply, attach, detach
+    from zerotuning.baselines import act, pasta, temperature
     from zerotuning.calibration import DEFAULT_GRID, CalibrationResult, CurvePoint, HeadProfile, calibrate
     from zerotuning.config import ModelId, ZeroTuningConfig
     from zerotuning.evaluation import Evaluation, evaluate
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # Looked up on first use, so that the command line can say how torch is to wait before torch is loaded.
 _MODULES = {
     "adapter": ("apply", "attach", "detach"),
+    "baselines": ("act", "pasta", "temperature"),
     "calibration": ("DEFAULT_GRID", "CalibrationResult", "CurvePoint", "HeadProfile", "calibrate"),
     "config": ("ModelId", "ZeroTuningConfig"),
     "evaluation": ("Evaluation", "evaluate"),
@@ -37,12 +39,15 @@ __all__ = [
     "Scores",
     "TaskSpec",
     "ZeroTuningConfig",
+    "act",
     "apply",
     "attach",
     "calibrate",
     "detach",
     "evaluate",
+    "pasta",
     "reweight",
+    "temperature",
 ]
 
 

@@ -210,20 +210,23 @@ class _Mark:
     fingerprints: tuple[str | None, ...]
     start: Tensor | None
     packed: bool
-    run: int
+    run: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
     """What the layers need to know of the forward that is running.
 
-    `end` counts the positions up to the last query. `start` is None where every row starts at key 0, `live` where every
-    row has a token at all. `marks` are given where rows have several initial tokens, `[batch, end]`. `real` are the
-    rows of a 2-D attention mask, where there is one.
+    `past` counts the positions before the first query, `end` those up to the last one. `run` is the number of the
+    forward that began the cache, None where it is unknown. `start` is None where every row starts at key 0, `live`
+    where every row has a token at all. `marks` are given where rows have several initial tokens, `[batch, end]`. `real`
+    says which positions are no padding, where a 2-D attention mask was given.
     """
 
     batch: int
+    past: int
     end: int
+    run: int | None
     start: Tensor | None = None
     live: Tensor | None = None
     marks: Tensor | None = None
@@ -315,8 +318,9 @@ class Attachment:
 
     def _mark(self) -> _Mark:
         forward = self.forward
-        start = None if forward is None else forward.start
-        return _Mark(self.marks, start, forward is not None and forward.marks is not None, self.run)
+        if forward is None:
+            return _Mark(self.marks, None, packed=False, run=None)
+        return _Mark(self.marks, forward.start, forward.marks is not None, forward.run)
 
     def _checked_mark(self, cache: Any, past: int) -> _Mark | None:
         if not past:
@@ -338,7 +342,9 @@ class Attachment:
     def _describe(
         self, arguments: dict[str, Any], tokens: Tensor, input_ids: Tensor | None, past: int, mark: _Mark | None
     ) -> _Forward:
-        batch, end = int(tokens.shape[0]), past + int(tokens.shape[1])
+        batch = int(tokens.shape[0])
+        run = self.run if not past else (None if mark is None else mark.run)
+        described = _Forward(batch, past, past + int(tokens.shape[1]), run)
         attention_mask = arguments.get("attention_mask")
         if isinstance(attention_mask, dict):
             # Models with several kinds of layers accept one ready mask for each kind.
@@ -346,12 +352,12 @@ class Attachment:
         if not past:
             marks = self._packed(arguments, tokens, attention_mask)
             if marks is not None:
-                return _Forward(batch, end, marks=marks)
+                return dataclasses.replace(described, marks=marks)
         if attention_mask is None:
             if past and mark is not None:
-                return _Forward(batch, end, mark.start)
+                return dataclasses.replace(described, start=mark.start)
             self._warn_of_pads(input_ids, past)
-            return _Forward(batch, end)
+            return described
         real = None
         if hasattr(attention_mask, "mask_mod"):
             attention_mask = _dense(attention_mask, batch)
@@ -375,7 +381,9 @@ class Attachment:
                 f"rows {(~live).nonzero().flatten().tolist()} of the batch are all padding; they are left alone",
                 stacklevel=4,
             )
-        return _Forward(batch, end, start if bool(start.any()) else None, None if all_live else live, real=real)
+        return dataclasses.replace(
+            described, start=start if bool(start.any()) else None, live=None if all_live else live, real=real
+        )
 
     def _warn_of_pads(self, input_ids: Tensor | None, past: int) -> None:
         if self.pad_token_id is None or input_ids is None or past:
