@@ -195,16 +195,15 @@ class _Operator:
             return torch.cat([query, self.values.expand(len(query), -1, -1)], dim=-1)
         return (query.float() * self.values).to(query.dtype) if self.mode == "query" else query
 
-    def keys(self, key: Tensor, initial: Tensor) -> Tensor:
-        if self.mode == "exact":
-            mark = initial.to(key.dtype)[:, None, None].expand(-1, key.shape[1], self.width - self.head_size)
-            return torch.cat([key, mark], dim=-1)
+    def keys_and_values(self, key: Tensor, value: Tensor, layer_name: str) -> tuple[Tensor, Tensor]:
+        if self.mode == "query":
+            return key, value
         if self.mode == "key":
-            return torch.where(initial[:, None, None], (key.float() * self.values).to(key.dtype), key)
-        return key
-
-    def padded(self, value: Tensor) -> Tensor:
-        return torch.nn.functional.pad(value, (0, self.width - self.head_size)) if self.mode == "exact" else value
+            initial = _marks_of_step(layer_name, key, 1) != 0
+            return torch.where(initial, (key.float() * self.values).to(key.dtype), key), value
+        marks = _marks_of_step(layer_name, key, self.width - self.head_size)
+        # What the values hold there does not matter: the output is cut off.
+        return torch.cat([key, marks], dim=-1), torch.cat([value, marks], dim=-1)
 
 
 class _Tuned:
@@ -215,10 +214,8 @@ class _Tuned:
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        operator = self.operator
-        key = operator.keys(key, _initial_tokens_of_step(layer.layer_name, len(key)))
         update = super().do_kv_cache_update  # type: ignore[misc]  # the implementation that follows has it
-        update(layer, key, operator.padded(value), kv_cache, slot_mapping)
+        update(layer, *self.operator.keys_and_values(key, value, layer.layer_name), kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -258,15 +255,18 @@ class _Tuned:
         return False
 
 
-def _initial_tokens_of_step(layer_name: str, tokens: int) -> Tensor:
-    metadata, *_ = _point("vllm.model_executor.layers.attention.attention", "get_attention_context")(layer_name)
+def _marks_of_step(layer_name: str, key: Tensor, columns: int) -> Tensor:
+    """Ones at the initial tokens of the step that is running and zeros at the others, `[tokens, kv_heads, columns]`."""
     context = _point("vllm.forward_context", "get_forward_context")()
     # The context lives for one step, in which all layers have the same sequences.
-    memo: dict[str, Tensor] = context.additional_kwargs
-    name = f"{_PREFIX}_initial_{tokens}"
+    memo = context.additional_kwargs.setdefault(_PREFIX, {})
+    name = (*key.shape[:2], columns, key.dtype)
     if name not in memo:
-        memo[name] = initial_tokens(metadata.query_start_loc, metadata.seq_lens, tokens)
-    return memo[name]
+        metadata, *_ = _point("vllm.model_executor.layers.attention.attention", "get_attention_context")(layer_name)
+        initial = initial_tokens(metadata.query_start_loc, metadata.seq_lens, len(key))
+        memo[name] = initial[:, None, None].expand(-1, key.shape[1], columns).to(key.dtype)
+    marks: Tensor = memo[name]
+    return marks
 
 
 @functools.cache
