@@ -370,7 +370,8 @@ class TestGeneration:
         with apply(model, config_of(model, mode)):
             expected = model.generate(ids, **options)
             assisted = model.generate(ids, **options, assistant_model=tiny_model("llama", dtype=torch.float64, seed=1))
-            chunked = model.generate(ids, **options, prefill_chunk_size=4)
+            cache = DynamicCache(config=model.config)
+            chunked = model.generate(ids, **options, prefill_chunk_size=4, past_key_values=cache)
         assert torch.equal(assisted, expected)
         assert torch.equal(chunked, expected)
 
