@@ -49,23 +49,26 @@ def test_greedy_answers_with_a_cache_are_those_without(smollm2):
     assert cached.shape[1] > inputs["input_ids"].shape[1]
 
 
-def test_the_demo_calibrates_and_evaluates(smollm2, tmp_path):
+def test_the_demo_calibrates_and_evaluates(smollm2, tmp_path, monkeypatch):
     from separata_embedded import rated_texts
 
+    # Each further point runs the same code once more.
+    monkeypatch.setattr("zerotuning.demo.DEMO_GRID", (0.5, 1.0))
     texts = rated_texts("movie", offline=True)
     out = tmp_path / "c.json"
     result = run_demo(
         *smollm2,
-        texts,
+        list(texts)[:2500],
         source=texts.source,
         out=out,
         heads="uniform",
         calibration_items=4,
         test_items=12,
-        max_tokens=24,
+        max_tokens=14,
         progress=False,
     )
     # This model nearly always answers with one of the two words, and better than a coin between them.
     assert result.evaluation.vanilla.parse_rate.value > 0.5
     assert result.evaluation.vanilla.constrained_accuracy.value >= 0.5
+    assert [point.gamma for point in result.calibration.curve] == [0.5, 1.0]
     assert ZeroTuningConfig.load(out).model_id.layers == 30
