@@ -443,7 +443,7 @@ def test_no_task_at_all(tmp_path, content):
 
 
 def test_data_set_objects():
-    datasets = pytest.importorskip("datasets", reason="the extra 'data' is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     for name, (row, _, _) in ROWS.items():
         assert TASKS[name].examples(datasets.Dataset.from_list([row])) == TASKS[name].examples([row])
 
