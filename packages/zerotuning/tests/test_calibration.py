@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ import torch
 from tiny_task import TASK, answers, examples, talkative_model, word_tokenizer
 from zerotuning import DEFAULT_GRID, ZeroTuningConfig, calibrate
 from zerotuning.points import PointLog
-from zerotuning.scoring import Scorer
+from zerotuning.profiling import unit_config
+from zerotuning.scoring import Predictions, Scorer
 
 DATA = examples()
 
@@ -65,6 +67,17 @@ def test_edge_of_the_grid_is_told():
 
 
 @pytest.mark.usefixtures("more_is_better")
+def test_refinement_looks_between_the_neighbours():
+    result = run(grid=[0.5, 1.5, 30.0, 60.0], refine=True)
+    # 20 of 24 are right from log gamma 1.9 on; ties go to the gamma nearest 1.
+    assert min(point.gamma for point in result.curve if point.value == 20 / 24) == result.gamma
+    assert math.exp(1.9) <= result.gamma < 30
+    assert len(result.curve) == 5 + 6
+    # At the edge of a grid there is nothing between neighbours.
+    assert len(run(grid=[0.5, 2.0, 4.0], refine=True).curve) == 4
+
+
+@pytest.mark.usefixtures("more_is_better")
 def test_the_inside_of_the_grid_needs_no_warning():
     # From 7.4 on nothing is gained any more, so the tie goes to the smaller factor.
     result = run(grid=[0.5, 2.0, 8.0, 20.0])
@@ -97,6 +110,35 @@ def test_both_directions_get_inverse_factors():
     assert result.config == config
 
 
+@pytest.mark.parametrize(
+    ("granularity", "method", "combine"),
+    [("layer_head", "gradient", "both"), ("layer", "exhaustive", "up"), ("head_index", "gradient", "random")],
+)
+def test_units_that_the_profile_selects_are_scaled(granularity, method, combine):
+    model = talkative_model()
+    result = run(
+        model, heads="profile", granularity=granularity, method=method, combine=combine, metric="log_likelihood",
+        layers=[0, 2], grid=[0.2, 0.5, 2.0, 5.0], tolerance="sign_test", seed=4,
+    )  # fmt: skip
+    profile = result.profile
+    assert (profile.granularity, profile.method, profile.metric) == (granularity, method, "log_likelihood")
+    signs = profile.select(0.4, combine, seed=4)
+    both = combine == "both"
+    factors = {unit: 1 / result.gamma if both and sign < 0 else result.gamma for unit, sign in signs.items()}
+    assert result.config == unit_config(result.config.model_id, granularity, factors, [0, 2])
+    assert set(result.config.layers) <= {0, 2}
+    scaled = result.config.meta["calibration"]["heads_scaled" if granularity == "head_index" else "units_scaled"]
+    assert len(scaled) == len(signs)
+
+
+def test_temperature_as_a_baseline():
+    model = talkative_model()
+    result = run(model, operator="query", grid=[0.5, 2.0], metric="constrained_accuracy")
+    assert result.config.mode == "query"
+    with pytest.raises(ValueError, match="the gradient is of 'exact'"):
+        run(model, operator="query", heads="profile", method="gradient")
+
+
 def test_chosen_layers_and_metric():
     result = run(layers=[1], grid=[3.0, 6.0], metric="constrained_accuracy")
     assert set(result.config.layers) <= {1}
@@ -119,11 +161,16 @@ def test_nothing_effective_scales_nothing():
         ({"configs_per_pass": 0}, "configs_per_pass is 0"),
         ({"p": 0.0}, "p is 0"),
         ({"data": []}, "empty"),
+        ({"data": ["w1", "w2"]}, "no label"),
+        ({"mode": "guessed"}, "mode"),
+        ({"objective": "accuracy"}, "objective"),
+        ({"layers": [9]}, "layer 9"),
         ({"data": DATA[::2]}, "have the label"),
     ],
 )
 def test_bad_input(options, message):
-    with pytest.raises(ValueError, match=message):
+    # In these tests the check of types may come first.
+    with pytest.raises((ValueError, TypeError), match=message):
         run(**options)
 
 
@@ -131,6 +178,11 @@ def test_default_grid_is_symmetric_about_one():
     assert 1.0 in DEFAULT_GRID
     assert list(DEFAULT_GRID) == sorted(DEFAULT_GRID)
     assert DEFAULT_GRID[0] * DEFAULT_GRID[-1] == pytest.approx(1)
+
+
+NO_NUMBERS = '{"config": "x", "parsed": [0], "label_log_probs": "", "entropies": ""}'
+# Two items with one entropy.
+ODD_NUMBERS = '{"config": "x", "parsed": [0, 1], "label_log_probs": "AAAAAAAAAAA=", "entropies": "AAAAAA=="}'
 
 
 class TestPointLog:
@@ -165,7 +217,31 @@ class TestPointLog:
         with pytest.raises(ValueError, match="no file of calibration points"), PointLog(path, self.HEADER):
             pass
 
-    @pytest.mark.parametrize("line", ["not json", '{"parsed": []}', "[]", '{"config": "x", "parsed": 3}'])
+    def test_impossible_labels_and_exact_numbers_survive(self, tmp_path):
+        path = tmp_path / "points.jsonl"
+        numbers = torch.rand(6).log().tolist()
+        made = Predictions((2, -1), ((numbers[0], -math.inf, numbers[1]), tuple(numbers[2:5])), (numbers[5], 0.0))
+        with PointLog(path, self.HEADER) as log:
+            log.append("a", made)
+        with PointLog(path, self.HEADER) as log:
+            assert log.get("a") == made
+
+    @pytest.mark.parametrize(("version", "word"), [(1, "version 1 holds no entropies"), (3, "has version 3")])
+    def test_other_versions_are_told(self, tmp_path, version, word):
+        path = tmp_path / "points.jsonl"
+        path.write_text(json.dumps({"schema": PointLog.SCHEMA, "version": version, **self.HEADER}) + "\n")
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match=word), PointLog(path, self.HEADER):
+            pass
+        assert path.read_bytes() == before
+
+    def test_a_place_that_cannot_be_written_is_told(self, tmp_path):
+        with pytest.raises(OSError, match="points"), PointLog(tmp_path / "nowhere" / "points", self.HEADER):
+            pass
+
+    @pytest.mark.parametrize(
+        "line", ["not json", '{"parsed": []}', "[]", '{"config": "x", "parsed": 3}', NO_NUMBERS, ODD_NUMBERS]
+    )
     def test_damage_inside_is_refused(self, tmp_path, line):
         path = tmp_path / "points.jsonl"
         with PointLog(path, self.HEADER):
@@ -250,11 +326,12 @@ calibration.calibrate(talkative_model(), word_tokenizer(), examples(), TASK, hea
 def test_killed_process_resumes_with_nothing_lost_or_doubled(tmp_path):
     points, whole = tmp_path / "points.jsonl", tmp_path / "whole.jsonl"
     options = {"heads": "profile", "gamma_probe": 4.0, "grid": [1.5, 2, 0.5]}
-    expected = run(resume=whole, **options)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     script = _RUN_TO_BE_KILLED.format(here=str(Path(__file__).parent))
     process = subprocess.Popen([sys.executable, "-c", script, str(points)], env=environment, start_new_session=True)
     try:
+        # While the other one imports.
+        expected = run(resume=whole, **options)
         end = time.monotonic() + 120
         while not points.exists() or points.read_bytes().count(b"\n") < 4:
             assert process.poll() is None

@@ -1,12 +1,19 @@
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from separata_testing.models import tiny_model
 from tiny_task import TASK, answers, examples, talkative_model, word_tokenizer
 from torch.distributions import Categorical
-from zerotuning import TaskSpec, ZeroTuningConfig, apply, evaluate
+from zerotuning import Example, TaskSpec, ZeroTuningConfig, apply, evaluate
 from zerotuning.evaluation import compare
 from zerotuning.metrics import UNPARSED
-from zerotuning.scoring import Predictions, Scorer
+from zerotuning.partial import only_layers, output_forms
+from zerotuning.scoring import Predictions, Scorer, batch_sizes
 
+EAGER = {"attn_implementation": "eager"}
 DATA = examples()
 TEXTS = [example.text for example in DATA]
 
@@ -57,8 +64,10 @@ def assert_same(found, expected):
     assert found.entropies == pytest.approx(expected.entropies, abs=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
-@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize(
+    ("architecture", "rows"),
+    [("llama", 1), *((name, rows) for name in ("llama", "mistral", "gpt2") for rows in (5, 64))],
+)
 def test_batches_answer_as_single_prompts_do(architecture, rows):
     model = talkative_model(architecture)
     scorer = Scorer(model, word_tokenizer(), TASK, TEXTS, batch_rows=rows)
@@ -83,6 +92,161 @@ def test_configurations_of_the_batches_act(architecture):
     for config in configs(model)[1:]:
         with apply(model, config):
             assert (model(ids).logits[0, -1] - plain).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "gemma3", "mistral"])
+def test_layers_below_are_run_once_and_nothing_changes(architecture):
+    # Of these the Gemma models scale their embeddings, and some have windows.
+    model = talkative_model(architecture) if architecture != "gemma2" else tiny_model("gemma2", **EAGER)
+    several = [ZeroTuningConfig.per_layer_head(model, {(layer, head): 1e3}) for layer in (1, 2) for head in (0, 3)]
+    plain, reusing = (
+        Scorer(model, word_tokenizer(), TASK, TEXTS[:8], batch_rows=3, reuse_layers=reuse) for reuse in (False, True)
+    )
+    runs = []
+    hooks = [
+        layer.register_forward_hook(lambda module, args, output, index=index: runs.append((index, args[0].shape[1])))
+        for index, layer in enumerate(inner_modules(model))
+    ]
+    # The way back to layer 1 starts anew.
+    for config in (*several, several[0]):
+        expected = plain.predict([config])[0]
+        runs.clear()
+        # Bit for bit: equal batches of equal states.
+        assert reusing.predict([config])[0] == expected
+    for config, again in ((several[1], 1), (several[3], 2)):
+        reusing.predict([config])
+        runs.clear()
+        reusing.predict([config])
+        prefix = len(reusing.prefix)
+        assert {index for index, tokens in runs if tokens != prefix} == set(range(again, 3))
+    for hook in hooks:
+        hook.remove()
+    together = reusing.predict(several)
+    for config, found in zip(several, together, strict=True):
+        assert_same(found, plain.predict([config])[0])
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def inner_modules(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("MLP")]
+
+
+def test_a_model_that_hands_on_more_than_states_is_run_whole():
+    model = talkative_model()
+    kept = []
+    first, _, last = model.model.layers
+    first.register_forward_hook(lambda module, args, output: kept.append(output))
+    last.register_forward_hook(lambda module, args, output: output + 0.3 * kept.pop())
+    config = ZeroTuningConfig.per_layer_head(model, {(2, 1): 1e3})
+    plain, reusing = (
+        Scorer(model, word_tokenizer(), TASK, TEXTS[:8], reuse_layers=reuse).predict([config])[0]
+        for reuse in (False, True)
+    )
+    assert reusing == plain
+
+
+def test_layers_return_states_in_several_forms():
+    class Layer(torch.nn.Module):
+        def __init__(self, rest):
+            super().__init__()
+            self.rest = rest
+
+        def forward(self, hidden_states):
+            return hidden_states + 1 if self.rest is None else (hidden_states + 1, *self.rest)
+
+    layers = [Layer(None), Layer((None, None)), Layer(())]
+    moved = layers[1].forward
+    layers[1].forward = moved
+
+    def run():
+        states = torch.zeros(1, 2, 3)
+        for layer in layers:
+            states = layer(hidden_states=states)
+            states = states[0] if isinstance(states, tuple) else states
+        return states
+
+    forms = output_forms(layers, run)
+    with only_layers(layers, forms, 1, 2) as found:
+        assert run().unique().tolist() == [1]
+    assert [each.unique().tolist() for each in found] == [[1]]
+    with only_layers(layers, forms, 1, 3, torch.full((1, 2, 3), 7.0)) as found:
+        assert run().unique().tolist() == [9]
+    assert found == []
+    assert run().unique().tolist() == [3]
+    assert (layers[1].forward, "forward" in vars(layers[0])) == (moved, False)
+    assert output_forms([*layers, Layer((torch.zeros(1),))], run) is None
+
+
+def test_items_have_labels_of_their_own():
+    model, tokenizer = talkative_model(), word_tokenizer()
+    tokenizer.add_tokens(["A", "B", "C"])
+    task = TaskSpec(
+        "choice", "one two three {text} {choices} Answer:", ("A", "B", "C"), kind="multiple_choice",
+        choice_columns=("choices",),
+    )  # fmt: skip
+    data = [Example("w1", 0, ("w2", "w3")), Example("w1", 2, ("w2", "w3", "w4"))]
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.convert_tokens_to_ids("C")] = 3 * model.lm_head.weight.mean(0)
+    [found] = Scorer(model, tokenizer, task, data).predict([ZeroTuningConfig.uniform(model, 1.0)])
+    assert [each == -math.inf for each in found.label_log_probs[0]] == [False, False, True]
+    assert max(found.label_log_probs[1]) > -math.inf
+    assert found.constrained[0] in (0, 1)
+    assert found.label_probs[0][2] == 0
+    assert found.scores(data).accuracy.total == 2
+    with pytest.raises(ValueError, match="no label"):
+        found.values("log_likelihood", ["w1", Example("w1")][1:] * 2)
+
+
+@pytest.mark.parametrize("gammas", [{}, {0: 3.0, 1: 4.0}])
+def test_nan_names_the_gamma(gammas):
+    model = talkative_model()
+    config = ZeroTuningConfig.per_head(model, gammas) if gammas else ZeroTuningConfig.uniform(model, 1.0)
+    with torch.no_grad():
+        model.lm_head.weight[9] = math.nan
+    wanted = "gamma 3, 4 on 6 heads of 3 layers" if gammas else "gamma 1 "
+    with pytest.raises(RuntimeError, match=f"NaN logits under {wanted}"):
+        Scorer(model, word_tokenizer(), TASK, TEXTS[:3]).predict([config])
+
+
+def test_a_head_that_cannot_be_narrowed_gives_the_same():
+    class Wrapped(torch.nn.Module):
+        """Its head is not called as a module, so nothing tells it which places are wanted."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.config = inner, inner.config
+
+        def get_input_embeddings(self):
+            return self.inner.get_input_embeddings()
+
+        def get_output_embeddings(self):
+            return torch.nn.Identity()
+
+        def forward(self, **inputs):
+            return self.inner(**inputs)
+
+    model = talkative_model()
+    config = configs(model)[1]
+    narrowed, whole = (
+        Scorer(each, word_tokenizer(), TASK, TEXTS, batch_rows=5).predict([config])[0]
+        for each in (model, Wrapped(model))
+    )
+    assert_same(whole, narrowed)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30).map(sorted), st.integers(1, 9))
+def test_batches_cover_all_and_waste_little(lengths, most):
+    sizes = batch_sizes(lengths, most)
+    assert sum(sizes) == len(lengths)
+    assert 1 <= min(sizes) <= max(sizes) <= most
+
+    def cost(sizes):
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        return sum(32 + size * lengths[end - 1] for size, end in zip(sizes, ends, strict=True))
+
+    full = [most] * (len(lengths) // most)
+    full += [len(lengths) - sum(full)] if sum(full) < len(lengths) else []
+    assert cost(sizes) <= min(cost(full), cost([1] * len(lengths)))
 
 
 def test_without_a_shared_prefix():
@@ -140,6 +304,8 @@ def test_bad_input():
     model, tokenizer = talkative_model(), word_tokenizer()
     with pytest.raises(ValueError, match="batch_rows is 0"):
         Scorer(model, tokenizer, TASK, TEXTS, batch_rows=0)
+    with pytest.raises(ValueError, match="answer_tokens is 0"):
+        Scorer(model, tokenizer, TASK, TEXTS, answer_tokens=0)
     with pytest.raises(ValueError, match="items is empty"):
         Scorer(model, tokenizer, TASK, [])
     with pytest.raises(ValueError, match="the model takes 512: shorten"):

@@ -1,7 +1,5 @@
 """Sharing prompts among the processes of `torch.distributed`."""
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ def share(model: nn.Module) -> tuple[int, int]:
         Index of this part, and the number of parts.
     """
     distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or _is_spread(model):
+    if not (distributed.is_available() and distributed.is_initialized()) or is_spread(model):
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
 
@@ -77,7 +75,15 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
 
-def _is_spread(model: Any) -> bool:
+def is_spread(model: nn.Module) -> bool:
+    """Whether the weights lie in several processes, which then all have to run the same.
+
+    Args:
+        model: The model.
+
+    Returns:
+        True for tensor parallel and FSDP models.
+    """
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -84,17 +84,19 @@ class PointLog:
         """
         if self.path is None:
             return self
-        content = self.path.read_bytes() if parallel.is_first() and self.path.exists() else b""
-        content = parallel.from_first(content) or b""
+        content = self._shared()
         whole = content[: content.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), start=1):
-            self._read(number, line)
-        if parallel.is_first():
-            self._file = self.path.open("ab")
-            if len(whole) < len(content):
-                self._file.truncate(len(whole))
-            if not whole:
-                self._write(self._header)
+        try:
+            for number, line in enumerate(whole.splitlines(), start=1):
+                self._read(number, line)
+            if self._file is not None:
+                if len(whole) < len(content):
+                    self._file.truncate(len(whole))
+                if not whole:
+                    self._write(self._header)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -103,6 +105,25 @@ class PointLog:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+            self._file = None
+
+    def _shared(self) -> bytes:
+        """What the file holds, in every process; the first one opens it."""
+        content: bytes | None = None
+        failure = None
+        if parallel.is_first() and self.path is not None:
+            try:
+                content = self.path.read_bytes() if self.path.exists() else b""
+                self._file = self.path.open("ab")
+            except OSError as error:
+                failure = error
+        # Told to the others before it is raised, as they would wait for ever.
+        found = parallel.from_first(None if failure else content)
+        if failure is not None:
+            raise failure
+        if found is None:
+            raise OSError(f"the first process cannot read or write {self.path}")
+        return found
 
     def __iter__(self) -> Iterator[str]:
         """The keys of all points."""

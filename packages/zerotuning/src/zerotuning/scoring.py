@@ -38,6 +38,9 @@ Criterion = Literal["accuracy", "constrained_accuracy", "log_likelihood", "entro
 # Below this many shared tokens the second forward costs more than it saves.
 _SHORTEST_PREFIX = 8
 
+# What a forward costs apart from its tokens (reading the weights, starting operations), in tokens; measured on a CPU.
+_BATCH_COST = 32
+
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
@@ -249,53 +252,57 @@ class Scorer:
         labels = len(self.label_tokens)
         results = torch.zeros(len(configs), len(self.items), labels + 1 + self.answer_tokens, dtype=torch.float64)
         kept = self._kept_below(configs)
-        # As many prompts in a batch as let every configuration have its rows.
-        together = max(1, self.batch_rows // len(configs))
         with apply(self.model, configs):
             prefix = self._run_prefix(len(configs))
-            done = 0
-            for first in range(0, len(self.sequences), together):
-                batch = self.sequences[first : first + together]
+            ran = done = 0
+            # As many prompts in a batch as let every configuration have its rows.
+            for batch in self._batches(max(1, self.batch_rows // len(configs))):
                 log_probs = self._answers(batch, len(configs), prefix, kept)
                 self._record(results, batch, log_probs)
                 if self.answer_tokens > 1:
                     self._generate(results, [each for each in batch if each.leads], prefix)
-                share = len(self.items) * len(configs) * (first + len(batch)) // len(self.sequences)
+                ran += len(batch)
+                share = len(self.items) * len(configs) * ran // len(self.sequences)
                 advance(share - done)
                 done = share
         return results
 
+    def _batches(self, most: int) -> Iterator[list[_Sequence]]:
+        first = 0
+        for rows in batch_sizes([len(each.tokens) for each in self.sequences], most):
+            yield self.sequences[first : first + rows]
+            first += rows
+
     def _answers(
         self, batch: Sequence[_Sequence], configs: int, prefix: Any, kept: "_KeptStates | None"
-    ) -> list[Float[Tensor, "configs _ vocab"]]:
-        if kept is None:
+    ) -> Float[Tensor, "configs sequences places vocab"]:
+        if kept is not None and not kept.checked:
+            with kept.put_in(batch[:1], configs):
+                found = self._log_probs(batch[:1], configs, prefix)
+            kept.check(found, self._log_probs(batch[:1], configs, prefix))
+        if kept is None or not kept.usable:
             return self._log_probs(batch, configs, prefix)
         with kept.put_in(batch, configs):
-            found = self._log_probs(batch, configs, prefix)
-        if not kept.checked:
-            plain = self._log_probs(batch, configs, prefix)
-            kept.check(found, plain)
-            return plain
-        return found
+            return self._log_probs(batch, configs, prefix)
 
     def _record(
         self,
         results: Float[Tensor, "configs items numbers"],
         batch: Sequence[_Sequence],
-        log_probs: Sequence[Float[Tensor, "configs _ vocab"]],
+        log_probs: Float[Tensor, "configs sequences places vocab"],
     ) -> None:
         labels = len(self.label_tokens)
-        firsts = torch.stack([each[:, 0] for each in log_probs], dim=1)
+        firsts = log_probs[:, :, 0]
         entropies, generated = distribution_entropy(firsts).cpu(), firsts.argmax(-1).cpu()
         if self.one_token:
             chosen = firsts[..., [ids[0] for ids in self.label_tokens]].cpu()
-        for index, (sequence, every) in enumerate(zip(batch, log_probs, strict=True)):
+        for index, sequence in enumerate(batch):
             if self.one_token:
                 results[:, sequence.item, :labels] = chosen[:, index].double()
             else:
-                target = torch.tensor(self.label_tokens[sequence.label], device=every.device)
-                of_tokens = every.gather(2, target[None, :, None].expand(len(every), -1, 1))
-                results[:, sequence.item, sequence.label] = of_tokens.sum((1, 2)).double().cpu()
+                target = self.label_tokens[sequence.label]
+                of_tokens = log_probs[:, index, range(len(target)), target]
+                results[:, sequence.item, sequence.label] = of_tokens.sum(1).double().cpu()
             if sequence.leads:
                 results[:, sequence.item, labels] = entropies[:, index].double()
                 results[:, sequence.item, labels + 1] = generated[:, index].double() + 1
@@ -328,37 +335,45 @@ class Scorer:
             for sequence, generated in zip(batch, tokens[config].long().tolist(), strict=True):
                 # Counted from 1; behind its end a text goes on with anything.
                 rows.append(sequence.tokens[: sequence.answer_at + 1] + [max(0, token - 1) for token in generated])
-        logits, positions = self._forward(rows, [[each.answer_at + step] for each in batch] * len(tokens), prefix)
-        at = torch.tensor([positions.index(each.answer_at + step) for each in batch] * len(tokens))
-        found = logits[torch.arange(len(rows)), at].float().log_softmax(-1)
-        return found.view(len(tokens), len(batch), -1)
+        found = self._forward(rows, [[each.answer_at + step] for each in batch] * len(tokens), prefix)
+        return found[:, 0].view(len(tokens), len(batch), -1)
 
     def _log_probs(
         self, batch: Sequence[_Sequence], configs: int, prefix: Any
-    ) -> list[Float[Tensor, "configs _ vocab"]]:
-        """For each sequence the log-probabilities from its answer position to its end, in float32 or better."""
-        places = [list(range(each.answer_at, len(each.tokens))) for each in batch]
-        logits, positions = self._forward([each.tokens for each in batch] * configs, places * configs, prefix)
-        logits = logits.view(configs, len(batch), *logits.shape[1:])
-        found = []
-        for index, wanted in enumerate(places):
-            at = [positions.index(place) for place in wanted]
-            found.append(logits[:, index, at].float().log_softmax(-1))
-        return found
+    ) -> Float[Tensor, "configs sequences places vocab"]:
+        """The log-probabilities of each sequence from its answer position on; behind its end they are of no account."""
+        most = max(len(each.tokens) - each.answer_at for each in batch)
+        places = [[min(each.answer_at + at, len(each.tokens) - 1) for at in range(most)] for each in batch]
+        found = self._forward([each.tokens for each in batch] * configs, places * configs, prefix)
+        return found.view(configs, len(batch), *found.shape[1:])
 
     def _forward(
-        self, rows: Sequence[list[int]], places: Sequence[Sequence[int]], prefix: Any
-    ) -> tuple[Float[Tensor, "rows _ vocab"], list[int]]:
-        """Logits of rows of tokens behind the prefix, at the positions that some row wants, and these positions."""
-        positions = sorted({place for each in places for place in each})
+        self, rows: Sequence[list[int]], places: Sequence[list[int]], prefix: Any
+    ) -> Float[Tensor, "rows places vocab"]:
+        """Log-probabilities of rows of tokens behind the prefix, at the same number of places in each, in float32."""
         tokens, mask, past = self._inputs(rows, prefix)
-        logits = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            logits_to_keep=torch.tensor(positions, device=tokens.device),
-            **past,
-        ).logits
-        return logits, positions
+        positions = sorted({place for each in places for place in each})
+        index = torch.tensor([[positions.index(place) for place in each] for each in places], device=tokens.device)
+        taken = False
+
+        def take(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            nonlocal taken
+            if taken or not args or args[0].shape[:2] != (len(rows), len(positions)):
+                return None
+            taken = True
+            return args[0].gather(1, index[..., None].expand(-1, -1, args[0].shape[-1]).to(args[0].device)), *args[1:]
+
+        # The head goes over the vocabulary, so it is given each row's own places, not those of all rows.
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(take)
+        try:
+            logits: Tensor = self.model(
+                input_ids=tokens, attention_mask=mask, logits_to_keep=torch.tensor(positions).to(tokens.device), **past
+            ).logits
+        finally:
+            handle.remove()
+        if not taken:
+            logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]).to(logits.device))
+        return logits.float().log_softmax(-1)
 
     def _inputs(self, rows: Sequence[list[int]], prefix: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
         device = self.model.get_input_embeddings().weight.device
@@ -396,8 +411,7 @@ class Scorer:
         target = kept.layers[min(touched)]
         if kept.at != target:
             prefix = self._run_prefix(1)
-            for first in range(0, len(self.sequences), self.batch_rows):
-                batch = self.sequences[first : first + self.batch_rows]
+            for batch in self._batches(self.batch_rows):
                 if not kept.advance(batch, target, functools.partial(self._run_decoder, batch, prefix)):
                     return None
             kept.at, kept.checked = target, False
@@ -470,17 +484,14 @@ class _KeptStates:
         with only_layers(self._all, self._forms, self.at, len(self._all), states):
             yield
 
-    def check(self, found: Sequence[Tensor], plain: Sequence[Tensor]) -> None:
-        """Hold the first batch from each layer against the whole model, and keep nothing where it differs.
+    def check(self, found: Tensor, plain: Tensor) -> None:
+        """Hold one sequence from each layer against the whole model, and keep nothing where it differs.
 
         Some models pass more from layer to layer than hidden states, for instance keys and values of an earlier one.
         """
         tolerance = math.sqrt(torch.finfo(self.dtype).eps)
         self.checked = True
-        self.usable = all(
-            torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
-            for a, b in zip(found, plain, strict=True)
-        )
+        self.usable = torch.allclose(found, plain, rtol=tolerance, atol=tolerance, equal_nan=True)
 
     def _stacked(self, batch: Sequence[_Sequence]) -> Float[Tensor, "rows tokens hidden"]:
         # No token sees what fills the padding.
@@ -504,6 +515,29 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def batch_sizes(lengths: Sequence[int], most: int) -> list[int]:
+    """Cut sequences into batches that waste little on padding.
+
+    Args:
+        lengths: Length of each sequence, ascending.
+        most: Sequences in one batch at most.
+
+    Returns:
+        How many of them go into each batch, in order.
+    """
+    # Cost of the first so many sequences in tokens, and the size of their last batch.
+    best: list[tuple[int, int]] = [(0, 0)]
+    for end, length in enumerate(lengths, start=1):
+        best.append(
+            min((best[end - rows][0] + rows * length + _BATCH_COST, rows) for rows in range(1, min(most, end) + 1))
+        )
+    sizes, end = [], len(lengths)
+    while end:
+        sizes.append(best[end][1])
+        end -= sizes[-1]
+    return sizes[::-1]
 
 
 def tokenize_prompts(tokenizer: Any, task: TaskSpec, items: Sequence[Example | str]) -> list[list[int]]:
