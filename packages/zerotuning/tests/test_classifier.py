@@ -57,12 +57,12 @@ def test_it_calibrates_and_answers_as_the_functions_do(model):
     ],
 )
 def test_classes_are_any_values(model, labels, y, classes):
-    made = classifier(model, labels).fit(np.array(TEXTS)[:, None], y)
+    made = classifier(model, labels, grid=(4.0,)).fit(np.array(TEXTS)[:, None], y)
     assert made.classes_.tolist() == classes
     words = list(labels.values()) if isinstance(labels, dict) else list(labels)
     assert made.task_.labels == tuple(words)
     # Whatever stands for it, the word is the same.
-    of_words = classifier(model, words).fit(TEXTS, WORDS)
+    of_words = classifier(model, words, grid=(4.0,)).fit(TEXTS, WORDS)
     word_of = dict(labels) if isinstance(labels, dict) else {**dict(enumerate(words)), **{w: w for w in words}}
     assert [word_of[each] for each in made.predict(TEXTS).tolist()] == of_words.predict(TEXTS).tolist()
 

@@ -7,7 +7,7 @@ import zerotuning
 from separata_testing.models import tiny_model
 from tiny_task import TASK, talkative_model, word_tokenizer, write_files
 from zerotuning import ZeroTuningConfig
-from zerotuning.lm_eval import harness_model, main, register
+from zerotuning.lm_eval import MODEL_NAME, harness_model, main, register
 
 PROMPTS = ["w1", "w5 w6 w7 w8 w9 w10 w11", "w3 w2", "w40 w41 w42 w43"]
 QUIET = pytest.mark.filterwarnings("ignore")  # the harness's own
@@ -141,7 +141,7 @@ def test_the_model_by_name_on_a_local_task(folder):
     register()
     name, manager = local_task(folder)
     results = simple_evaluate(
-        model="zerotuning",
+        model=MODEL_NAME,
         model_args=f"pretrained={folder / 'model'},config={folder / 'config.json'},dtype=float32",
         tasks=[name],
         task_manager=manager,
@@ -167,7 +167,7 @@ def test_the_command_line_is_the_harness_s_own(monkeypatch):
     from lm_eval.api.registry import get_model
 
     found = []
-    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: found.append(get_model("zerotuning")))
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: found.append(get_model(MODEL_NAME)))
     assert main() == 0
     assert found == [register()]
 
