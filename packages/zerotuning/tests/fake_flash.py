@@ -73,5 +73,7 @@ def pretend(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", library)
     monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
     monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda *_, **__: True)
+    for version in (3, 4):  # else they would look for the library's files, and keep what they find
+        monkeypatch.setattr(utils, f"is_flash_attn_{version}_available", lambda *_, **__: False, raising=False)
     # What it has loaded before is kept there.
     monkeypatch.setattr(utils, "_loaded_implementation", None, raising=False)

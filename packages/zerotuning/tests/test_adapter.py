@@ -8,7 +8,6 @@ from separata_testing.models import ARCHITECTURES, WINDOW, tiny_model, tiny_toke
 from separata_testing.suites import BatchConsistency, ModelUnchangedAfterExit
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from zerotuning import ZeroTuningConfig, apply, attach, detach, reweight
-from zerotuning.adapter import select_cache_rows
 
 LAYERS, HEADS = 3, 4
 
@@ -381,18 +380,6 @@ class TestCaches:
             llama(input_ids=ids, past_key_values=cache, use_cache=True)
         with apply(llama, some_config(llama, 2)):
             llama(input_ids=ids, past_key_values=DynamicCache(config=llama.config), use_cache=True)
-
-    def test_selected_rows_keep_their_configurations(self, llama):
-        ids = tokens(1, 9)
-        configs = [some_config(llama, 1), some_config(llama, 2)]
-        with apply(llama, configs):
-            cache = llama(input_ids=ids[:, :6].expand(2, -1), use_cache=True).past_key_values
-        select_cache_rows(cache, torch.tensor([1, 0, 1]))
-        with apply(llama, [configs[1], configs[0], configs[1]]):
-            result = logits(llama, ids[:, 6:].expand(3, -1), past_key_values=cache)
-        for row, config in enumerate([configs[1], configs[0], configs[1]]):
-            with apply(llama, config):
-                close(result[row], logits(llama, ids)[0, 6:])
 
 
 class TestBadInput:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from separata_core.models import attention_modules, decoder_layers
 from torch import Tensor, nn
 
@@ -174,29 +174,6 @@ def apply_log_gamma(model: nn.Module, log_gamma: Float[Tensor, "rows layers head
         yield model
     finally:
         detach(model)
-
-
-def select_cache_rows(cache: Any, rows: Int[Tensor, " rows"]) -> None:
-    """Keep chosen batch rows of a cache, in order and with repeats, and its mark with them.
-
-    Args:
-        cache: A transformers `Cache`, changed in place.
-        rows: Indices of its rows.
-    """
-    cache.reorder_cache(rows)
-    mark = getattr(cache, _CACHE_MARK, None)
-    if isinstance(mark, _Mark):
-        fingerprints = mark.fingerprints if len(mark.fingerprints) > 1 else mark.fingerprints * (int(rows.max()) + 1)
-        setattr(
-            cache,
-            _CACHE_MARK,
-            _Mark(
-                _shortest(tuple(fingerprints[row] for row in rows.tolist())),
-                None if mark.start is None else mark.start[rows],
-                mark.packed,
-                mark.run,
-            ),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
