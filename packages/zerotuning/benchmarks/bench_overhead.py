@@ -1,5 +1,8 @@
 """What the operator costs: a model under a configuration against the same model without one, in one run.
 
+Prefill is also set against two other ways to have the same function: the bias in a mask for SDPA, and edited weights in
+eager attention, which is how the paper's authors do it.
+
 Run as `python bench_overhead.py [--json FILE] [--dtype float32] [--tokens 2048] [--rounds 7]`.
 """
 
@@ -17,6 +20,7 @@ import torch
 import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from zerotuning import ZeroTuningConfig, apply
+from zerotuning.attention import Path as Way
 
 
 def make_model(dtype: torch.dtype, layers: int) -> LlamaForCausalLM:
@@ -65,7 +69,13 @@ def main() -> None:
     prompt = torch.randint(5, 1000, (1, arguments.tokens))
     results = []
 
-    def run(name: str, plain: Callable[[], object], tuned: Callable[[], object], unit_count: int) -> None:
+    def run(
+        name: str,
+        plain: Callable[[], object],
+        tuned: Callable[[], object],
+        unit_count: int,
+        peer: str = "the untouched model (SDPA)",
+    ) -> None:
         before, after, ratio = paired(plain, tuned, arguments.rounds)
         print(f"{name:<28}{before * 1e3 / unit_count:>10.2f}{after * 1e3 / unit_count:>10.2f}{ratio:>8.3f}")
         results.append(
@@ -73,7 +83,7 @@ def main() -> None:
                 "name": name,
                 "value": after * 1e3 / unit_count,
                 "unit": "ms",
-                "peer": "the untouched model (SDPA)",
+                "peer": peer,
                 "ratio": ratio,
             }
         )
@@ -81,15 +91,22 @@ def main() -> None:
     def forward(cache: DynamicCache | None = None, tokens: torch.Tensor = prompt) -> DynamicCache:
         return model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
 
-    def under(function: Callable[[], object]) -> Callable[[], object]:
+    def under(function: Callable[[], object], path: Way = "auto", attention: str = "sdpa") -> Callable[[], object]:
         def inside() -> object:
-            with apply(model, config):
-                return function()
+            model.set_attn_implementation(attention)
+            try:
+                with apply(model, config, path):
+                    return function()
+            finally:
+                model.set_attn_implementation("sdpa")
 
         return inside
 
-    print(f"{'':<28}{'plain ms':>10}{'tuned ms':>10}{'ratio':>8}")
+    print(f"{'':<28}{'peer ms':>10}{'tuned ms':>10}{'ratio':>8}")
     run(f"prefill of {arguments.tokens} tokens", forward, under(forward), 1)
+    run("  against a mask", under(forward, "bias"), under(forward), 1, "the bias in a mask (SDPA)")
+    edited = under(forward, "post_softmax", "eager")
+    run("  against edited weights", edited, under(forward), 1, "edited weights (eager)")
 
     steps = 16
     caches = {"plain": forward()}

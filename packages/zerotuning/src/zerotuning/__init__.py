@@ -6,22 +6,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerotuning.adapter import apply, attach, detach
     from zerotuning.baselines import act, pasta, temperature
-    from zerotuning.calibration import DEFAULT_GRID, CalibrationResult, CurvePoint, HeadProfile, calibrate
+    from zerotuning.calibration import DEFAULT_GRID, CalibrationResult, CurvePoint, calibrate
+    from zerotuning.classifier import ZeroTuningClassifier
     from zerotuning.config import ModelId, ZeroTuningConfig
+    from zerotuning.contextual import contextual_calibration
     from zerotuning.evaluation import Evaluation, evaluate
     from zerotuning.metrics import PairedComparison, Proportion, Scores
     from zerotuning.operator import reweight
+    from zerotuning.profiling import HeadProfile, HeadProfiler
     from zerotuning.tasks import TASKS, Example, TaskSpec
 
 # Looked up on first use, so that the command line can say how torch is to wait before torch is loaded.
 _MODULES = {
     "adapter": ("apply", "attach", "detach"),
     "baselines": ("act", "pasta", "temperature"),
-    "calibration": ("DEFAULT_GRID", "CalibrationResult", "CurvePoint", "HeadProfile", "calibrate"),
+    "calibration": ("DEFAULT_GRID", "CalibrationResult", "CurvePoint", "calibrate"),
+    "classifier": ("ZeroTuningClassifier",),
     "config": ("ModelId", "ZeroTuningConfig"),
+    "contextual": ("contextual_calibration",),
     "evaluation": ("Evaluation", "evaluate"),
     "metrics": ("PairedComparison", "Proportion", "Scores"),
     "operator": ("reweight",),
+    "profiling": ("HeadProfile", "HeadProfiler"),
     "tasks": ("TASKS", "Example", "TaskSpec"),
 }
 
@@ -33,16 +39,19 @@ __all__ = [
     "Evaluation",
     "Example",
     "HeadProfile",
+    "HeadProfiler",
     "ModelId",
     "PairedComparison",
     "Proportion",
     "Scores",
     "TaskSpec",
+    "ZeroTuningClassifier",
     "ZeroTuningConfig",
     "act",
     "apply",
     "attach",
     "calibrate",
+    "contextual_calibration",
     "detach",
     "evaluate",
     "pasta",
