@@ -3,6 +3,10 @@
 from zerotuning.calibration import CalibrationResult
 from zerotuning.evaluation import Evaluation
 from zerotuning.metrics import PairedComparison, Proportion
+from zerotuning.profiling import Unit
+
+# Pairs that are named; there may be hundreds.
+_FEW = 8
 
 
 def heads_of(result: CalibrationResult) -> list[int]:
@@ -14,8 +18,7 @@ def heads_of(result: CalibrationResult) -> list[int]:
     Returns:
         Head indices, sorted; empty if nothing is scaled.
     """
-    touched = result.config.log_gamma.abs().amax(dim=0)
-    return [int(head) for head in touched.nonzero().flatten()]
+    return [int(head) for head in (result.config.log_gamma != 0).any(dim=0).nonzero().flatten()]
 
 
 def describe_choice(result: CalibrationResult) -> str:
@@ -28,19 +31,49 @@ def describe_choice(result: CalibrationResult) -> str:
         One line.
     """
     if result.config.is_identity:
+        if any("is kept" in each for each in result.warnings):
+            return "calibration kept gamma 1: the lowest entropy cannot be trusted"
         return "calibration chose gamma 1: no factor was better than the untouched model"
-    heads = heads_of(result)
-    everywhere = len(heads) == result.config.model_id.query_heads
-    which = "all heads" if everywhere else f"head {', '.join(map(str, heads))}"
-    kinds = ""
-    if result.profile is not None:
-        kinds = f" ({', '.join(sorted({result.profile.kind(head) for head in heads}))}-effective in the profile)"
-    where = (
-        "every layer"
-        if len(result.config.layers) == result.config.model_id.layers
-        else f"{len(result.config.layers)} layers"
-    )
+    config, profile = result.config, result.profile
+    identity = config.model_id
+    which, kinds = _units(result), ""
+    if profile is not None:
+        kinds = (
+            f" ({', '.join(sorted({profile.kind(unit) for unit in scaled_units(result)}))}-effective in the profile)"
+        )
+    if profile is not None and profile.granularity != "head_index":
+        return f"calibration chose gamma {result.gamma:g} on {which}{kinds}"
+    where = "every layer" if len(config.layers) == identity.layers else f"{len(config.layers)} layers"
     return f"calibration chose gamma {result.gamma:g} on {which}{kinds} of {where}"
+
+
+def scaled_units(result: CalibrationResult) -> list[Unit]:
+    """The units of the profile that a calibration scales; without a profile, head indices.
+
+    Args:
+        result: What calibration found.
+
+    Returns:
+        Units, sorted; empty if nothing is scaled.
+    """
+    touched = result.config.log_gamma != 0
+    granularity = "head_index" if result.profile is None else result.profile.granularity
+    if granularity == "layer_head":
+        return [(layer, head) for layer, head in touched.nonzero().tolist()]
+    return [int(index) for index in touched.any(dim=1 if granularity == "layer" else 0).nonzero().flatten()]
+
+
+def _units(result: CalibrationResult) -> str:
+    units = scaled_units(result)
+    granularity = "head_index" if result.profile is None else result.profile.granularity
+    if granularity == "layer":
+        return f"all heads of layer {', '.join(map(str, units))}"
+    if granularity == "layer_head":
+        some = ", ".join(f"{layer}.{head}" for layer, head in units[:_FEW])  # type: ignore[misc]  # pairs here
+        return f"{len(units)} pairs of layer and head ({some}{', ...' if len(units) > _FEW else ''})"
+    if len(units) == result.config.model_id.query_heads:
+        return "all heads"
+    return f"head {', '.join(map(str, units))}"
 
 
 def comparison_table(evaluation: Evaluation) -> list[str]:
