@@ -42,17 +42,19 @@ def one_by_one(model, config, task=TASK):
 def _one_by_one(model, config, task):
     tokenizer = word_tokenizer()
     parsed, rows, entropies = [], [], []
-    for text in TEXTS:
-        ids = tokenizer(task.prompt(text))["input_ids"]
-        scores = []
-        for word in task.labels:
-            label = tokenizer(word)["input_ids"]
-            with apply(model, config):
-                log_probs = model(torch.tensor([ids + label])).logits[0].log_softmax(-1)
-            scores.append(sum(float(log_probs[len(ids) - 1 + at, token]) for at, token in enumerate(label)))
-        parsed.append(task.parse(tokenizer.decode(log_probs[len(ids) - 1].argmax())))
-        rows.append(tuple(scores))
-        entropies.append(float(Categorical(logits=log_probs[len(ids) - 1].double()).entropy()))
+    labels = [tokenizer(word)["input_ids"] for word in task.labels]
+    with apply(model, config):
+        for text in TEXTS:
+            ids = tokenizer(task.prompt(text))["input_ids"]
+            # Labels of one token share a forward.
+            inputs = {tuple(label[:-1]): torch.tensor([ids + label[:-1]]) for label in labels}
+            found = {rest: model(tokens).logits[0, len(ids) - 1 :].log_softmax(-1) for rest, tokens in inputs.items()}
+            log_probs = [found[tuple(label[:-1])] for label in labels]
+            rows.append(
+                tuple(float(each[range(len(ids_)), ids_].sum()) for each, ids_ in zip(log_probs, labels, strict=True))
+            )
+            parsed.append(task.parse(tokenizer.decode(log_probs[0][0].argmax())))
+            entropies.append(float(Categorical(logits=log_probs[0][0].double()).entropy()))
     return Predictions(tuple(parsed), tuple(rows), tuple(entropies))
 
 

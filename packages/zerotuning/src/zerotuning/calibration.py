@@ -30,7 +30,7 @@ from zerotuning.profiling import (
     unit_config,
 )
 from zerotuning.profiling import (
-    HeadProfile as HeadProfile,
+    HeadProfile,
 )
 from zerotuning.scoring import Criterion, Metric, Objective, Predictions, Scorer
 from zerotuning.tasks import Example, TaskSpec
