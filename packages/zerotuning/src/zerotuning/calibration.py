@@ -19,6 +19,7 @@ from zerotuning.metrics import Scores, histogram_entropy
 from zerotuning.points import PointLog, run_identity
 from zerotuning.profiling import (
     Combine,
+    HeadProfile,
     Method,
     ProfilePlan,
     Tolerance,
@@ -28,9 +29,6 @@ from zerotuning.profiling import (
     check_data,
     check_selection,
     unit_config,
-)
-from zerotuning.profiling import (
-    HeadProfile,
 )
 from zerotuning.scoring import Criterion, Metric, Objective, Predictions, Scorer
 from zerotuning.tasks import Example, TaskSpec
