@@ -9,8 +9,8 @@ import typer
 import zerotuning
 from separata_testing.suites import CommandLine
 from tiny_task import TASK, examples, write_files
-from zerotuning import TASKS, CalibrationResult, ModelId, ZeroTuningConfig
-from zerotuning.cli import _describe, _layers, _on_random_heads, _save_profile, _task, app, run
+from zerotuning import TASKS, ModelId, ZeroTuningConfig
+from zerotuning.cli import _layers, _on_random_heads, _save_profile, _task, app, run
 from zerotuning.profiling import HeadProfile
 
 MODEL = ModelId("llama", "", 3, 4, 2)
@@ -82,8 +82,8 @@ def test_calibration_without_labels(folder, tmp_path, capsys):
     assert "no 'label'" in capsys.readouterr().err
 
 
-def test_a_profile_is_written_and_drawn(folder, tmp_path, capsys):
-    profile, picture = tmp_path / "p.json", tmp_path / "p.png"
+def test_a_profile_is_drawn_and_calibrated_from(folder, tmp_path, capsys):
+    profile, picture, out = tmp_path / "p.json", tmp_path / "p.png", tmp_path / "c.json"
     command = on(folder, "profile", "--out", str(profile), "--gamma-probe", "20", "--layers", "0-1")
     shown = output(capsys, [*command, "--plot", str(picture)])
     assert "profile: 100%" in shown.err
@@ -94,6 +94,12 @@ def test_a_profile_is_written_and_drawn(folder, tmp_path, capsys):
     again = as_json(capsys, ["plot", str(profile), "--out", str(tmp_path / "again.png")])
     assert (tmp_path / "again.png").read_bytes() == picture.read_bytes()
     assert again == {"picture": str(tmp_path / "again.png")}
+
+    command = on(folder, "calibrate", "--grid", "0.2,5", "--out", str(out), "--profile", str(profile))
+    calibrated = as_json(capsys, [*command, "--p", "1", "--resume", str(tmp_path / "points")])
+    # Nothing was run but the curve.
+    assert len((tmp_path / "points").read_text().splitlines()) == 1 + len(calibrated["curve"])
+    assert calibrated["profile"] == {name: found[name] for name in calibrated["profile"]}
 
 
 @pytest.mark.parametrize(
@@ -219,25 +225,6 @@ def test_show_names_what_is_scaled(tmp_path, capsys, config, lines):
         assert line in shown
 
 
-@pytest.mark.parametrize(
-    ("granularity", "config", "words"),
-    [
-        ("layer", ZeroTuningConfig.per_layer(MODEL, {0: 2.0, 2: 2.0}), "gamma 2 on layer 0, 2 (up-effective"),
-        ("layer_head", ZeroTuningConfig.per_layer_head(MODEL, {(0, 1): 2.0}), "on 1 heads of 1 layers (up-effective"),
-        ("head_index", ZeroTuningConfig.per_head(MODEL, {3: 2.0}), "on head 3 (up-effective in the profile) of every"),
-        ("layer", ZeroTuningConfig.uniform(MODEL, 1.0), "chose gamma 1: "),
-    ],
-)
-def test_the_choice_in_words(granularity, config, words):
-    units = {"layer": 3, "layer_head": 12, "head_index": 4}[granularity]
-    deltas, p_values = (0.5,) * units, (0.01,) * units
-    profile = HeadProfile(
-        granularity, (3, 4), (0, 1, 2), "exhaustive", "accuracy", 2.0, 0.5, deltas, p_values, "example", 9
-    )
-    result = CalibrationResult(config, 2.0, (), "supervised", "accuracy", profile, ())
-    assert words in _describe(result)
-
-
 def test_a_task_from_a_file(folder, tmp_path, capsys):
     TASK.save(tmp_path / "task.json")
     command = ["eval", "--model", str(folder / "model"), "--data", str(folder / "data.jsonl"), "--dtype", "float32"]
@@ -269,6 +256,20 @@ def test_missing_weights_are_an_error(folder, tmp_path, capsys):
     arguments = ["generate", "w1", "--config", str(folder / "config.json"), "--model", str(tmp_path / "model")]
     assert run(arguments) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("lack the weights model.layers.1.mlp.up_proj.weight")
+
+
+def test_a_profile_of_another_model_is_refused(folder, tmp_path, capsys):
+    other = HeadProfile(
+        "layer", (2, 4), (0, 1), "exhaustive", "accuracy", 2.0, 0.5, (0.1, 0.0), (0.1, 1.0), "example", 9
+    )
+    _save_profile(other, ModelId("llama", "", 2, 4, 2), "x", tmp_path / "p.json")
+    command = on(folder, "calibrate", "--out", str(tmp_path / "c.json"), "--profile", str(tmp_path / "p.json"))
+    assert run(command) == 1
+    assert "was made for another model (llama, 2 layers of 4" in capsys.readouterr().err
+    assert run([*command, "--profile", str(folder / "config.json")]) == 1
+    assert "is no head profile" in capsys.readouterr().err
+    assert run([*command, "--heads", "uniform"]) == 2
+    assert not (tmp_path / "c.json").exists()
 
 
 def test_damaged_profiles_are_refused(tmp_path, capsys):

@@ -105,7 +105,7 @@ def test_a_configuration_is_a_map_of_log_gamma(axes):
 
 def test_the_curve_has_the_four_numbers(axes):
     made = result()
-    plot_curve(made, axes)
+    made.plot(axes)
     assert axes.get_xscale() == "log"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.5", "1", "2"]
     numbers = {line.get_label(): line.get_ydata().tolist() for line in axes.lines if len(line.get_ydata()) == 3}
@@ -156,7 +156,7 @@ def test_files_are_pictures_and_the_same_each_time(tmp_path):
     had_pyplot = "matplotlib.pyplot" in sys.modules
     first, second = (tmp_path / name for name in ("a.svg", "b.SVG"))
     plot_profile(profile(), first)
-    plot_profile(profile(), second)
+    profile().plot(second)
     assert first.read_bytes() == second.read_bytes()
     assert re.search(rb"<svg[^>]*>", first.read_bytes())
     plot_config(ZeroTuningConfig.uniform(MODEL, 2.0), str(tmp_path / "c.png"))

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
 
@@ -32,6 +32,9 @@ from zerotuning.profiling import (
 )
 from zerotuning.scoring import Criterion, Metric, Objective, Predictions, Scorer
 from zerotuning.tasks import Example, TaskSpec
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DEFAULT_GRID = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Symmetric in log gamma about 1. The paper's own full grid is not public."""
@@ -96,6 +99,16 @@ class CalibrationResult:
     profile: HeadProfile | None
     warnings: tuple[str, ...]
 
+    def plot(self, target: "str | os.PathLike[str] | Axes") -> None:
+        """Draw what was found along gamma; see `zerotuning.plots.plot_curve`.
+
+        Args:
+            target: A file that ends in `.png` or `.svg`, or axes to draw into.
+        """
+        from zerotuning.plots import plot_curve
+
+        plot_curve(self, target)
+
     def to_json(self) -> dict[str, Any]:
         """A form for JSON."""
         return {
@@ -120,6 +133,7 @@ def calibrate(
     heads: Literal["uniform", "profile"] = "uniform",
     granularity: UnitKind = "head_index",
     method: Method = "exhaustive",
+    profile: HeadProfile | None = None,
     grid: Sequence[float] = DEFAULT_GRID,
     refine: bool = False,
     layers: Sequence[int] | None = None,
@@ -154,6 +168,8 @@ def calibrate(
         granularity: What a unit of the profile is.
         method: How to profile, see `HeadProfiler.run`. By gradient a supervised profile is of the log-likelihood of the
             true labels.
+        profile: A profile made before, on which the heads are chosen; none is made then, and granularity and layers are
+            its own.
         grid: Factors to try; 1 is always among them.
         refine: Go on between the neighbours of the best factor by golden-section search in log gamma.
         layers: The layers to scale; all if not given.
@@ -174,7 +190,8 @@ def calibrate(
 
     Raises:
         ValueError: Empty data, single-class data or missing labels in the supervised mode, factors that are not finite
-            and above 0, an unknown option, or a `resume` file that belongs to another run.
+            and above 0, an unknown option, a profile of a model of another shape, or a `resume` file that belongs to
+            another run.
         RuntimeError: The model gave NaN under a configuration.
     """
     for name, value, offered in (
@@ -192,12 +209,23 @@ def calibrate(
     examples = as_examples(data)
     check_data(task, examples, criterion)
     identity = ModelId.of(model)
+    if profile is not None:
+        if heads != "profile":
+            raise ValueError(f"heads is {heads!r}, but a profile is given; with one it must be 'profile'")
+        if tuple(profile.shape) != (identity.layers, identity.query_heads):
+            raise ValueError(
+                f"profile is of {profile.shape[0]} layers of {profile.shape[1]} query heads; the model has "
+                f"{identity.layers} of {identity.query_heads}"
+            )
+        granularity, layers = profile.granularity, profile.layers
     gammas = _checked_grid(grid)
     profiled: Criterion = "log_likelihood" if method == "gradient" and mode == "supervised" else criterion
     plan = ProfilePlan.of(identity, granularity, method, profiled, gamma_probe, layers, tolerance, operator)
 
     scorer = Scorer(model, tokenizer, task, examples, batch_rows=batch_rows, answer_tokens=answer_tokens)
-    passes = len(gammas) + (plan.passes if heads == "profile" else 0) + (REFINEMENTS if refine else 0)
+    passes = (
+        len(gammas) + (plan.passes if heads == "profile" and profile is None else 0) + (REFINEMENTS if refine else 0)
+    )
     with (
         PointLog(resume, run_identity(scorer)) as log,
         ProgressBar(progress, len(examples) * passes, "calibrate") as advance,
@@ -213,14 +241,14 @@ def calibrate(
             return log.answers(scorer, configs, configs_per_pass=configs_per_pass, advance=count)
 
         warnings = []
-        profile = None
         signs: dict[Unit, int] = {}
         if heads == "profile":
-            profile = (
-                plan.by_measuring(answers, examples)
-                if method == "exhaustive"
-                else plan.by_gradient(model, tokenizer, task, examples, batch_rows, count)
-            )
+            if profile is None:
+                profile = (
+                    plan.by_measuring(answers, examples)
+                    if method == "exhaustive"
+                    else plan.by_gradient(model, tokenizer, task, examples, batch_rows, count)
+                )
             signs = profile.select(p, combine, seed=seed)
             if not signs:
                 warnings.append("no head changed the metric beyond its tolerance; nothing is scaled")

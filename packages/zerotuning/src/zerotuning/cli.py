@@ -123,7 +123,7 @@ def demo(
 @app.command("profile", epilog="Example: zerotuning profile --task sst2 --data dev.jsonl --out profile.json")
 def profile_command(
     data: Data,
-    out: Annotated[Path, typer.Option(help="Where the profile is written, for 'plot'.")],
+    out: Annotated[Path, typer.Option(help="Where the profile is written, for 'calibrate --profile' and 'plot'.")],
     model: Model = None,
     dtype: Dtype = None,
     attention: Attention = None,
@@ -222,6 +222,9 @@ def calibrate_command(
         str, typer.Option(help="What to minimise without: 'entropy' over the vocabulary or 'label_entropy'.")
     ] = "entropy",
     heads: Heads = "profile",
+    profile: Annotated[
+        Path | None, typer.Option(help="A profile written by 'profile', to take the heads from; none is made then.")
+    ] = None,
     method: ProfileMethod = "exhaustive",
     granularity: Granularity = "head_index",
     gamma_probe: GammaProbe = 2.0,
@@ -253,17 +256,21 @@ def calibrate_command(
         ("--combine", combine, _COMBINE),
     ):
         _choice(option, value, allowed)
+    if profile is not None and heads == "uniform":
+        raise typer.BadParameter("it says which heads to scale, and --heads uniform scales all", param_hint="--profile")
     spec = _task(task, template, labels, text_column, label_column)
     gammas, chosen_layers = None if grid is None else _grid(grid), _layers(layers)
     # Before torch is loaded, so that a mistake in the data is told at once.
     examples = spec.read(data, labelled=mode == "supervised")[:limit]
     from zerotuning.calibration import DEFAULT_GRID, calibrate
-    from zerotuning.config import check_writable
+    from zerotuning.config import ModelId, check_writable
     from zerotuning.plots import check_picture, plot_curve
+    from zerotuning.report import describe_choice
 
     check_writable(out)
     if plot is not None:
         check_picture(plot)
+    given = None if profile is None else _read_profile(profile)
     loaded, tokenizer = _load(model, dtype, attention)
     options: dict[str, Any] = {
         "mode": mode,
@@ -276,6 +283,9 @@ def calibrate_command(
         "tolerance": tolerance,
         "operator": operator,
     }
+    if given is not None:
+        _check_profile_fits(given[1], ModelId.of(loaded), profile)
+        options["profile"] = given[0]
     result = calibrate(
         loaded,
         tokenizer,
@@ -309,7 +319,7 @@ def calibrate_command(
             }
         )
         return
-    lines = [*_curve_table(result, spec.labels), "", _describe(result)]
+    lines = [*_curve_table(result, spec.labels), "", describe_choice(result)]
     lines += [*(f"note: {each}" for each in result.warnings), f"configuration: {out}"]
     _print("\n".join([*lines, *([] if plot is None else [f"picture: {plot}"])]))
 
@@ -616,6 +626,15 @@ def _read_profile(path: Path) -> "tuple[HeadProfile, ModelId]":
         raise ValueError(f"{path} is no valid head profile: {error}") from None
 
 
+def _check_profile_fits(made_for: "ModelId", model: "ModelId", path: Path | None) -> None:
+    if dataclasses.replace(made_for, name=model.name) != model:
+        raise ValueError(
+            f"{path} was made for another model ({made_for.type}, {made_for.layers} layers of {made_for.query_heads} "
+            f"query heads, {made_for.key_value_heads} key/value heads); this one is {model.type}, {model.layers} "
+            f"layers of {model.query_heads} query heads, {model.key_value_heads} key/value heads"
+        )
+
+
 def _on_random_heads(config: "ZeroTuningConfig", seed: int) -> "ZeroTuningConfig":
     """The same factors on heads drawn by chance, as many as the granularity of the configuration moves together."""
     import torch
@@ -656,24 +675,6 @@ def _factor_lines(config: "ZeroTuningConfig") -> list[str]:
             for layer, heads in touched.items()
         ]
     return [f"{name}: gamma {', '.join(f'{value:g}' for value in sorted(set(row)))}" for name, row in rows.items()]
-
-
-def _describe(result: "CalibrationResult") -> str:
-    """What was chosen, in one line."""
-    from zerotuning.report import describe_choice
-
-    config, profile = result.config, result.profile
-    if config.is_identity or profile is None or profile.granularity == "head_index":
-        return describe_choice(result)
-    touched = config.log_gamma != 0
-    if profile.granularity == "layer":
-        units: list[Any] = touched.any(dim=1).nonzero().flatten().tolist()
-        which = f"layer {', '.join(map(str, units))}"
-    else:
-        units = [(layer, head) for layer, head in touched.nonzero().tolist()]
-        which = f"{len(units)} heads of {len(config.layers)} layers"
-    kinds = ", ".join(sorted({profile.kind(unit) for unit in units}))
-    return f"calibration chose gamma {result.gamma:g} on {which} ({kinds}-effective in the profile)"
 
 
 def _curve_table(result: "CalibrationResult", labels: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from jaxtyping import Float
@@ -23,6 +23,9 @@ from zerotuning.metrics import sign_test
 from zerotuning.points import PointLog, run_identity
 from zerotuning.scoring import Criterion, Predictions, Scorer
 from zerotuning.tasks import Example, TaskSpec, check_examples, check_unlabelled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 UnitKind = Literal["head_index", "layer_head", "layer"]
 Unit = int | tuple[int, int]
@@ -186,6 +189,16 @@ class HeadProfile:
             }
             combine = "up" if strength["up"] >= strength["down"] else "down"
         return dict.fromkeys(top[combine], sign[combine])
+
+    def plot(self, target: "str | os.PathLike[str] | Axes") -> None:
+        """Draw the profile as a heat map; see `zerotuning.plots.plot_profile`.
+
+        Args:
+            target: A file that ends in `.png` or `.svg`, or axes to draw into.
+        """
+        from zerotuning.plots import plot_profile
+
+        plot_profile(self, target)
 
     def to_json(self) -> dict[str, Any]:
         """A form for JSON."""
