@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from separata_testing.models import tiny_model
 from separata_testing.suites import FileFormat
 from zerotuning import ModelId, ZeroTuningConfig
-from zerotuning.config import _check_options, check_writable
+from zerotuning.config import _check_options, _factors, _indices, _log_of, check_writable
 
 IDENTITY = ModelId("llama", "somewhere", 3, 4, 2)
 
@@ -89,7 +89,7 @@ def test_per_head_takes_all_or_some():
         ZeroTuningConfig.per_head(IDENTITY, [1, 2, 3])
 
 
-@pytest.mark.parametrize("gamma", [0, -1, math.nan, math.inf])
+@pytest.mark.parametrize("gamma", [0, -1, math.nan, math.inf, -math.inf, True, 10**400])
 def test_bad_gamma_names_the_head(gamma):
     with pytest.raises(ValueError, match="gamma of head 2 is"):
         ZeroTuningConfig.per_head(IDENTITY, {2: gamma})
@@ -111,6 +111,52 @@ def test_other_bad_input():
         ZeroTuningConfig.uniform(IDENTITY, 2.0, layers=[-1])
     with pytest.raises(ValueError, match=r"needs \[L, Hq\] = \[3, 4\]"):
         ZeroTuningConfig(torch.zeros(2, 4), IDENTITY)
+
+
+def test_wrong_types_are_named_too():
+    # Below the public names, whose annotations refuse these in the tests before the code can.
+    for gamma in (None, "2", 2j):
+        with pytest.raises(ValueError, match=f"gamma of head 2 is {gamma!r}; it must be a finite number above 0"):
+            _log_of(gamma, "head 2")
+    for head in (1.0, "1", None):
+        with pytest.raises(ValueError, match=f"head {head!r} does not exist"):
+            _indices([0, head], 4, "head")
+    assert _indices(torch.tensor([2, 1, 2]), 4, "head") == [1, 2]
+    with pytest.raises(ValueError, match="gammas is a list; it must be a mapping from layers to factors"):
+        _factors([2.0], "layers")
+
+
+@pytest.mark.parametrize("head", [4, -1, True])
+def test_a_head_that_is_none(head):
+    for make in (
+        lambda: ZeroTuningConfig.uniform(IDENTITY, 2.0, heads=[0, head]),
+        lambda: ZeroTuningConfig.per_head(IDENTITY, {head: 2.0}),
+        lambda: ZeroTuningConfig.per_layer_head(IDENTITY, {(0, head): 2.0}),
+    ):
+        with pytest.raises(ValueError, match=f"head {head!r} does not exist; the model has heads 0 to 3"):
+            make()
+
+
+def test_heads_given_twice_or_not_at_all():
+    expected = ZeroTuningConfig.uniform(IDENTITY, 2.0, heads=[1, 2])
+    assert ZeroTuningConfig.uniform(IDENTITY, 2.0, heads=[2, 1, 2]) == expected
+    assert ZeroTuningConfig.uniform(IDENTITY, 2.0, heads=[]).is_identity
+
+
+def test_factors_beyond_the_limit_are_the_limit_and_can_be_saved(tmp_path):
+    for log_gamma, kept in ((1000.0, 80.0), (-1000.0, -80.0), (1e300, 80.0)):
+        config = ZeroTuningConfig(torch.full((3, 4), log_gamma, dtype=torch.float64), IDENTITY)
+        assert config.log_gamma.eq(kept).all()
+        assert config.log_gamma.dtype == torch.float32
+        config.save(tmp_path / "c.json")
+        assert ZeroTuningConfig.load(tmp_path / "c.json") == config
+
+
+@pytest.mark.parametrize("bad", [math.nan, object()])
+def test_metadata_that_json_cannot_hold_are_named(tmp_path, bad):
+    with pytest.raises(ValueError, match="meta must hold what JSON can"):
+        ZeroTuningConfig.uniform(IDENTITY, 2.0, meta={"accuracy": bad}).save(tmp_path / "c.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pairs_and_layers():

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import operator
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ import torch
 from jaxtyping import Float
 from separata_core.models import head_counts
 from torch import Tensor, nn
+
+from zerotuning.operator import clamp_log_gamma
 
 SCHEMA = "zerotuning/config"
 SCHEMA_VERSION = 2
@@ -74,20 +77,38 @@ class ModelId:
         )
 
 
-def _log_of(gamma: float, what: str) -> float:
-    value = float(gamma)
+def _log_of(gamma: Any, what: str) -> float:
+    try:
+        value = math.nan if isinstance(gamma, str | bool) else float(gamma)
+    except (TypeError, OverflowError):
+        value = math.nan
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"gamma of {what} is {gamma!r}; it must be a finite number above 0 (1 changes nothing)")
     return math.log(value)
 
 
-def _indices(values: Sequence[int] | None, count: int, what: str) -> list[int]:
+def _indices(values: Any, count: int, what: str) -> list[int]:
     if values is None:
         return list(range(count))
+    found = set()
     for value in values:
-        if not 0 <= value < count:
-            raise ValueError(f"{what} {value} does not exist; the model has {what}s 0 to {count - 1}")
-    return sorted(set(values))
+        try:
+            # True is 1 to Python: of a mask of heads it would make heads 0 and 1.
+            index = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            index = -1
+        if not 0 <= index < count:
+            raise ValueError(f"{what} {value!r} does not exist; the model has {what}s 0 to {count - 1}")
+        found.add(index)
+    return sorted(found)
+
+
+def _factors(gammas: object, of: str) -> Mapping[Any, float]:
+    if not isinstance(gammas, Mapping):
+        raise ValueError(  # noqa: TRY004  # like all that is refused here
+            f"gammas is a {type(gammas).__name__}; it must be a mapping from {of} to factors"
+        )
+    return gammas
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +126,8 @@ class ZeroTuningConfig:
       temperature of `1 / gamma`, which favours no token.
 
     Attributes:
-        log_gamma: `[L, Hq]`, natural logarithm of the factor of each query head; 0 is untouched.
+        log_gamma: `[L, Hq]`, natural logarithm of the factor of each query head; 0 is untouched. Held in float32 and
+            within `zerotuning.operator.LOG_GAMMA_LIMIT`, beyond which nothing changes any more.
         model_id: The model it was made for.
         granularity: How the heads were chosen: all together, by head index jointly over the layers, by layer and head,
             or by layer with all its heads.
@@ -132,13 +154,14 @@ class ZeroTuningConfig:
             raise ValueError(
                 f"log_gamma has shape {tuple(self.log_gamma.shape)}; the model needs [L, Hq] = {list(expected)}"
             )
-        log_gamma = self.log_gamma.detach().to("cpu", torch.float32, copy=True)
+        log_gamma = self.log_gamma.detach().to("cpu")
         if not log_gamma.isfinite().all():
             layer, head = (~log_gamma.isfinite()).nonzero()[0].tolist()
             raise ValueError(
                 f"log_gamma of layer {layer}, head {head} is {log_gamma[layer, head].item()}; "
                 "every gamma must be finite and above 0"
             )
+        log_gamma = clamp_log_gamma(log_gamma).to(torch.float32, copy=True)
         # Below what float32 tells from gamma = 1, and what the file could not give back bit for bit.
         log_gamma[log_gamma.abs() < _LEAST_LOG_GAMMA] = 0.0
         if self.mode == "key":
@@ -247,9 +270,7 @@ class ZeroTuningConfig:
         identity = model if isinstance(model, ModelId) else ModelId.of(model)
         log_gamma = torch.zeros(identity.layers, identity.query_heads)
         for (layer, head), gamma in gammas.items():
-            _indices([layer], identity.layers, "layer")
-            _indices([head], identity.query_heads, "head")
-            log_gamma[layer, head] = _log_of(gamma, f"layer {layer}, head {head}")
+            _set_one(log_gamma, layer, head, gamma)
         return cls(log_gamma, identity, "layer_head", mode, meta or {})
 
     @classmethod
@@ -277,7 +298,7 @@ class ZeroTuningConfig:
         """
         identity = model if isinstance(model, ModelId) else ModelId.of(model)
         log_gamma = torch.zeros(identity.layers, identity.query_heads)
-        for layer in _indices(list(gammas), identity.layers, "layer"):
+        for layer in _indices(list(_factors(gammas, "layers")), identity.layers, "layer"):
             log_gamma[layer] = _log_of(gammas[layer], f"layer {layer}")
         return cls(log_gamma, identity, "layer", mode, meta or {})
 
@@ -367,6 +388,10 @@ class ZeroTuningConfig:
 
         Args:
             path: The file, replaced if it exists.
+
+        Raises:
+            ValueError: `meta` holds what JSON cannot.
+            OSError: It cannot be written.
         """
         entries = [
             [layer, head, math.exp(self.log_gamma[layer, head].item())]
@@ -383,7 +408,10 @@ class ZeroTuningConfig:
             "versions": _versions(),
         }
         # Through JSON once, so that the digest is of what will be read: keys become strings there, tuples lists.
-        body = json.loads(json.dumps(body, allow_nan=False))
+        try:
+            body = json.loads(json.dumps(body, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"meta must hold what JSON can, and no nan: {error}") from None
         write_atomically(Path(path), json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n")
 
     @classmethod
@@ -425,12 +453,15 @@ class ZeroTuningConfig:
             identity = ModelId(**body["model"])
             log_gamma = torch.zeros(identity.layers, identity.query_heads)
             for layer, head, gamma in body["gamma"]:
-                _indices([layer], identity.layers, "layer")
-                _indices([head], identity.query_heads, "head")
-                log_gamma[layer, head] = _log_of(gamma, f"layer {layer}, head {head}")
+                _set_one(log_gamma, layer, head, gamma)
             return cls(log_gamma, identity, body["granularity"], body["mode"], dict(body["meta"]))
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ValueError(f"{path} is no valid configuration: {error}") from None
+
+
+def _set_one(log_gamma: Tensor, layer: Any, head: Any, gamma: Any) -> None:
+    rows, columns = _indices([layer], len(log_gamma), "layer"), _indices([head], log_gamma.shape[1], "head")
+    log_gamma[rows[0], columns[0]] = _log_of(gamma, f"layer {layer}, head {head}")
 
 
 def _check_options(mode: object, granularity: object) -> None:
