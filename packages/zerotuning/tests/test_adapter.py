@@ -1,11 +1,14 @@
 import copy
+import functools
 import math
+import threading
 
 import pytest
 import torch
 import zerotuning
 from separata_testing.models import ARCHITECTURES, WINDOW, tiny_model, tiny_tokenizer
 from separata_testing.suites import BatchConsistency, ModelUnchangedAfterExit
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from zerotuning import ZeroTuningConfig, apply, attach, detach, reweight
 
@@ -254,14 +257,15 @@ def test_composition(llama):
         assert torch.equal(logits(llama, ids), joint)
 
 
+@pytest.mark.parametrize("hides", [torch.finfo(torch.float32).min, -1e9, -1e4])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_ready_masks_are_kept_and_their_padding_understood(implementation):
+def test_ready_masks_are_kept_and_their_padding_understood(implementation, hides):
     model = tiny_model("llama", attn_implementation=implementation)
     ids = tokens(2, 10)
     padding = torch.ones(2, 10, dtype=torch.long)
     padding[0, :4] = 0
     seen = torch.ones(10, 10, dtype=torch.bool).tril()[None, None] & padding[:, None, None].bool()
-    ready = torch.zeros(2, 1, 10, 10).masked_fill(~seen, torch.finfo(torch.float32).min)
+    ready = torch.zeros(2, 1, 10, 10).masked_fill(~seen, hides)
     with apply(model, some_config(model)):
         expected = logits(model, ids, attention_mask=padding, position_ids=torch.arange(10)[None])
         result = logits(model, ids, attention_mask=ready, position_ids=torch.arange(10)[None])
@@ -350,6 +354,16 @@ def test_start_is_remembered_where_decoding_passes_no_mask(llama):
         close(logits(llama, ids[:, 5:], past_key_values=cache, use_cache=True), expected[:, 5:])
 
 
+def test_rows_that_multiplied_without_a_mask(llama):
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    with torch.no_grad(), apply(llama, some_config(llama)):
+        cache = llama(input_ids=tokens(2, 9), attention_mask=mask, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(2)
+        with pytest.raises(ValueError, match=r"filled by 2 rows, now there are 4.* pass the attention_mask"):
+            llama(input_ids=tokens(4, 1), past_key_values=cache)
+
+
 class TestCaches:
     def test_other_configuration_is_refused(self, llama):
         ids = tokens()
@@ -432,6 +446,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match='attn_implementation="eager"'):
             attach(custom, ZeroTuningConfig.uniform(custom, 2.0))
 
+    def test_layer_without_its_decoder(self, llama):
+        states = torch.randn(2, 5, llama.config.hidden_size)
+        rotary = llama.model.rotary_emb(states, torch.arange(5)[None])
+        with apply(llama, some_config(llama)):
+            logits(llama, tokens(2, 5))
+            with pytest.raises(RuntimeError, match="outside a forward of its decoder"):
+                llama.model.layers[0](states, position_embeddings=rotary)
+
     def test_what_sdpa_cannot_do_names_the_way_out(self, llama):
         # Whatever the model passes on to its attention arrives there.
         with (
@@ -475,6 +497,57 @@ def test_dropout_in_training_keeps_the_operator_exact():
     assert (kept | dropped).all()
     assert kept.any()
     assert dropped.any()
+
+
+class TestForwardsThatOverlap:
+    """Each forward knows its own initial tokens: three rows of padding are not taken for one of another forward."""
+
+    def masks(self):
+        masks = [torch.ones(2, 10, dtype=torch.long) for _ in range(2)]
+        masks[0][:, :3] = 0
+        return masks
+
+    def test_in_threads(self, llama):
+        ids, masks = tokens(2, 10), self.masks()
+        both_begun = threading.Barrier(2)
+        found = {}
+
+        def wait(*_):
+            # Within the forward, between the layers.
+            both_begun.wait(timeout=60)
+
+        def run(index):
+            found[index] = logits(llama, ids, attention_mask=masks[index])
+
+        with apply(llama, some_config(llama)):
+            expected = [logits(llama, ids, attention_mask=mask) for mask in masks]
+            handle = llama.model.layers[1].register_forward_pre_hook(wait)
+            threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            handle.remove()
+        for index in range(2):
+            assert torch.equal(found[index][:, 3:], expected[index][:, 3:])
+
+    def test_two_forwards_before_the_backward_with_checkpoints(self):
+        model, ids = tiny_model("llama").train(), tokens(2, 10)
+
+        def gradients():
+            model.zero_grad()
+            with apply(model, some_config(model)):
+                losses = [model(ids, attention_mask=mask, labels=ids, use_cache=False).loss for mask in self.masks()]
+                (losses[0] + 2 * losses[1]).backward()
+            return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+        expected = gradients()
+        layer = type(model.model.layers[0])
+        for each in model.modules():
+            if isinstance(each, layer):  # what `gradient_checkpointing_enable` sets, whose name changes
+                each.gradient_checkpointing = True
+                each._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+        torch.testing.assert_close(gradients(), expected)
 
 
 def test_gradients_reach_the_weights(llama):

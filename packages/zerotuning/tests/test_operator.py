@@ -13,6 +13,7 @@ from zerotuning.operator import (
     scale_queries,
     start_indices,
     start_indices_4d,
+    visible,
     warn_if_extreme,
 )
 
@@ -119,6 +120,17 @@ def test_limits():
     torch.testing.assert_close(reweight(weights, log(1e30))[0, 0, 0], one_row(1, 0, 0)[0, 0, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_small_factor_where_the_initial_weight_rounds_to_one(dtype):
+    # The initial token's own row, and one whose other weights are lost beside the 1.
+    other = torch.tensor([0.0, -9.0, -10.0] if dtype == torch.float16 else [0.0, -17.5, -18.5]).softmax(-1)
+    weights = torch.stack([torch.tensor([1.0, 0, 0]), other]).to(dtype)[None, None]
+    result = reweight(weights, log(1e-30))[0, 0]
+    assert result[0].tolist() == [1, 0, 0]
+    expected = torch.stack([torch.zeros(()), 1 / (1 + torch.tensor(-1.0).exp()), 1 / (1 + torch.tensor(1.0).exp())])
+    torch.testing.assert_close(result[1].float(), expected, atol=5e-3, rtol=0)
+
+
 @given(
     first=st.floats(0.01, 100),
     second=st.floats(0.01, 100),
@@ -152,13 +164,15 @@ def test_start_is_the_first_real_token():
     assert live.tolist() == [True, True, False, True]
 
 
-@pytest.mark.parametrize("additive", [False, True])
-def test_start_of_a_ready_mask(additive):
+@pytest.mark.parametrize("hidden", [False, -1e4, -1e9, torch.finfo(torch.float32).min, -math.inf])
+def test_start_of_a_ready_mask(hidden):
     seen = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)[:, None, None].expand(2, 1, 4, 4)
     # The first rows belong to padding and may see anything.
     seen = seen.clone()
     seen[0, :, :2] = True
-    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) if additive else seen
+    mask = torch.zeros(seen.shape).masked_fill(~seen, hidden) if hidden else seen
+    assert torch.equal(visible(mask), seen)
+    assert not visible(torch.tensor([-1e4], dtype=torch.bfloat16)).any()
     start, live = start_indices_4d(mask)
     assert start.tolist() == [2, 0]
     assert live.all()

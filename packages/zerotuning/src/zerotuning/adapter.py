@@ -6,7 +6,9 @@ no weight is touched; a layer in which every factor is 1 runs the library's own 
 
 A hook in front of the decoder reads the attention mask of each forward and from it the initial token of each row, so
 padding on either side, packed sequences, beam search (which reorders rows, and the mask with them) and decoding with a
-cache need nothing from the caller. A cache is marked with the configuration that filled it.
+cache need nothing from the caller. What it found goes down to the attention with the other arguments of the layers, so
+that forwards in several threads, and layers that are run again by gradient checkpointing, keep their own. A cache is
+marked with the configuration that filled it.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ from separata_core.models import attention_modules, decoder_layers
 from torch import Tensor, nn
 
 from zerotuning.attention import (
+    FORWARD,
     PREFIX,
     SLOTS,
     Change,
@@ -36,7 +39,7 @@ from zerotuning.attention import (
     use,
 )
 from zerotuning.config import Mode, ZeroTuningConfig
-from zerotuning.operator import clamp_log_gamma, start_indices, start_indices_4d, warn_if_extreme
+from zerotuning.operator import clamp_log_gamma, start_indices, start_indices_4d, visible, warn_if_extreme
 
 _CACHE_MARK = f"_{PREFIX}_mark"
 
@@ -197,7 +200,8 @@ class _Forward:
     `past` counts the positions before the first query, `end` those up to the last one. `run` is the number of the
     forward that began the cache, None where it is unknown. `start` is None where every row starts at key 0, `live`
     where every row has a token at all. `marks` are given where rows have several initial tokens, `[batch, end]`. `real`
-    says which positions are no padding, where a 2-D attention mask was given.
+    says which positions are no padding, where a 2-D attention mask was given. `unchecked` holds row and position of a
+    second sequence until it is known that the layers keep it from the first.
     """
 
     batch: int
@@ -208,6 +212,7 @@ class _Forward:
     live: Tensor | None = None
     marks: Tensor | None = None
     real: Tensor | None = None
+    unchecked: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
 
 class Attachment:
@@ -216,8 +221,6 @@ class Attachment:
     Attributes:
         original: The attention implementation of the model beneath.
         handles: Of the hooks.
-        forward: The forward that runs.
-        run: Counts the forwards that began with an empty cache.
     """
 
     def __init__(
@@ -253,19 +256,19 @@ class Attachment:
         self.pad_token_id: int | None = None
         self.flash = False
         self.handles: list[Any] = []
-        self.forward: _Forward | None = None
-        self.run = 0
-        self._unchecked: tuple[int, int] | None = None
+        self._run = 0
 
     def _is_on(self, decoder: nn.Module) -> bool:
         # A copy of the model carries copies of the hooks, but it runs as it is.
         slot = SLOTS.get(decoder)
         return slot is not None and slot.source is self
 
-    def before_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook: find the initial tokens."""
+    def before_forward(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Hook: find the initial tokens, and let the layers know."""
         if not self._is_on(decoder):
-            return
+            return None
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         input_ids: Tensor | None = arguments.get("input_ids")
         tokens: Tensor = arguments["inputs_embeds"] if input_ids is None else input_ids
@@ -277,26 +280,20 @@ class Attachment:
         cache = arguments.get("past_key_values")
         past = 0 if cache is None else int(cache.get_seq_length())
         mark = self._checked_mark(cache, past)
-        if not past:
-            self.run += 1
-        self._unchecked = None
-        self.forward = self._describe(arguments, tokens, input_ids, past, mark)
+        forward = self._describe(arguments, tokens, input_ids, past, mark)
         if cache is not None:
-            setattr(cache, _CACHE_MARK, self._mark())
+            setattr(cache, _CACHE_MARK, self._mark(forward))
+        return args, {**kwargs, FORWARD: forward}
 
-    def after_forward(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Hook: mark the cache."""
-        if not self._is_on(decoder):
-            return
+        forward = kwargs.get(FORWARD)
         # The decoder makes the cache itself when the caller only said `use_cache=True`.
         cache = getattr(output, "past_key_values", None)
-        if cache is not None and self.forward is not None:
-            setattr(cache, _CACHE_MARK, self._mark())
+        if cache is not None and forward is not None:
+            setattr(cache, _CACHE_MARK, self._mark(forward))
 
-    def _mark(self) -> _Mark:
-        forward = self.forward
-        if forward is None:
-            return _Mark(self.marks, None, packed=False, run=None)
+    def _mark(self, forward: _Forward) -> _Mark:
         return _Mark(self.marks, forward.start, forward.marks is not None, forward.run)
 
     def _checked_mark(self, cache: Any, past: int) -> _Mark | None:
@@ -320,7 +317,9 @@ class Attachment:
         self, arguments: dict[str, Any], tokens: Tensor, input_ids: Tensor | None, past: int, mark: _Mark | None
     ) -> _Forward:
         batch = int(tokens.shape[0])
-        run = self.run if not past else (None if mark is None else mark.run)
+        if not past:
+            self._run += 1
+        run = self._run if not past else (None if mark is None else mark.run)
         described = _Forward(batch, past, past + int(tokens.shape[1]), run)
         attention_mask = arguments.get("attention_mask")
         if isinstance(attention_mask, dict):
@@ -329,9 +328,17 @@ class Attachment:
         if not past:
             marks = self._packed(arguments, tokens, attention_mask)
             if marks is not None:
-                return dataclasses.replace(described, marks=marks)
+                further = [] if self.flash else marks[:, 1:].nonzero()[:1].tolist()
+                return dataclasses.replace(
+                    described, marks=marks, unchecked=[(row, before + 1) for row, before in further]
+                )
         if attention_mask is None:
             if past and mark is not None:
+                if mark.start is not None and len(mark.start) != batch:
+                    raise ValueError(
+                        f"past_key_values were filled by {len(mark.start)} rows, now there are {batch}, and where each "
+                        "begins is unknown: pass the attention_mask"
+                    )
                 return dataclasses.replace(described, start=mark.start)
             self._warn_of_pads(input_ids, past)
             return described
@@ -394,47 +401,40 @@ class Attachment:
         )
         starts = starts.to(tokens.device).expand(batch, -1).clone()
         starts[:, 0] = True
-        further = starts[:, 1:].nonzero()
-        if not len(further):
+        if not bool(starts[:, 1:].any()):
             return None
-        if self.flash:
-            if batch > 1:
-                raise ValueError(
-                    f"position_ids restart within a row (packed sequences) in a batch of {batch} rows, and flash "
-                    "kernels keep sequences apart in a batch of one row only; pass cu_seq_lens_q and its like, or one "
-                    "row"
-                )
-        else:
-            row, before = further[0].tolist()
-            self._unchecked = row, before + 1
+        if self.flash and batch > 1:
+            raise ValueError(
+                f"position_ids restart within a row (packed sequences) in a batch of {batch} rows, and flash kernels "
+                "keep sequences apart in a batch of one row only; pass cu_seq_lens_q and its like, or one row"
+            )
         return starts
 
-    def _check_packed(self, mask: Any) -> None:
+    @staticmethod
+    def _check_packed(forward: _Forward, mask: Any) -> None:
         """Whether the first query of a second sequence is kept from the sequence before; looked up once a forward."""
-        if self._unchecked is None:
+        if not forward.unchecked:
             return
-        row, position = self._unchecked
-        self._unchecked = None
+        row, position = forward.unchecked.pop()
         if mask is None:
             apart = False
         elif hasattr(mask, "mask_mod"):
             indices = [torch.tensor(each, device=mask.kv_indices.device) for each in (row, 0, position, position - 1)]
             apart = not bool(mask.mask_mod(*indices))
         else:
-            seen = mask[row if mask.shape[0] > 1 else 0, 0, position, position - 1]
-            apart = not bool(seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2)
+            apart = not bool(visible(mask[row if mask.shape[0] > 1 else 0, 0, position, position - 1]))
         if not apart:
             raise ValueError(
                 "position_ids restart within a row (packed sequences), but the model does not keep the sequences "
                 "apart, as transformers does only where no cache is used; pass use_cache=False, or one sequence per row"
             )
 
-    def change(self, index: int, module: nn.Module, query: Tensor, keys: int, mask: Any) -> Change | None:
-        """What a layer is to do in the forward that runs.
+    def change(self, index: int, forward: _Forward | None, query: Tensor, keys: int, mask: Any) -> Change | None:
+        """What a layer is to do in a forward.
 
         Args:
             index: The layer.
-            module: Its attention.
+            forward: What the decoder's hook said of the forward.
             query: Its queries.
             keys: The number of its keys.
             mask: The mask that it was given.
@@ -445,14 +445,13 @@ class Attachment:
         log_gamma = self.log_gamma[index]
         if log_gamma is None:
             return None
-        forward = self.forward
-        if forward is None or forward.batch != query.shape[0]:
+        if forward is None:
             raise RuntimeError(
                 "an attention layer was run outside a forward of its decoder, so the initial token of its rows is "
                 "unknown; call the model, or detach first"
             )
         if self.mode != "query":
-            self._check_packed(mask)
+            self._check_packed(forward, mask)
         if log_gamma.device != query.device:
             log_gamma = self.log_gamma[index] = log_gamma.to(query.device)
         batch = query.shape[0]
@@ -559,7 +558,7 @@ def install(model: nn.Module, attachment: Attachment) -> None:
     name = register(attachment.original)
     attachment.handles = [
         decoder.register_forward_pre_hook(attachment.before_forward, with_kwargs=True),
-        decoder.register_forward_hook(attachment.after_forward),
+        decoder.register_forward_hook(attachment.after_forward, with_kwargs=True),
     ]
     for index, module in enumerate([*attention_modules(model), decoder]):
         SLOTS[module] = Slot(attachment, index)

@@ -37,6 +37,9 @@ Family = Literal["sdpa", "eager", "flex", "flash"]
 # Derived, so that a vendored copy beside an installed original registers under another name.
 PREFIX = __name__.rpartition(".")[0].replace(".", "_")
 
+FORWARD = f"{PREFIX}_forward"
+"""The argument with which the layers learn what the hook of their decoder found."""
+
 PATHS: dict[Family, tuple[Path, ...]] = {
     "sdpa": ("auto", "bias", "closed_form", "augmented"),
     "eager": ("auto", "post_softmax", "bias", "closed_form"),
@@ -78,8 +81,8 @@ class Change:
 class Source(Protocol):
     """What knows the changes of every layer of one model."""
 
-    def change(self, index: int, module: nn.Module, query: Tensor, keys: int, mask: Any) -> Change | None:
-        """The change of one layer in the forward that runs; None if nothing changes."""
+    def change(self, index: int, forward: Any, query: Tensor, keys: int, mask: Any) -> Change | None:
+        """The change of one layer in one forward; None if nothing changes."""
         ...
 
 
@@ -171,7 +174,8 @@ def _attention(
     plain = eager_of(module) if family == "eager" else registered
     # Absent for a copy of the model, or for another one that shares the config object: those run as they are.
     slot = SLOTS.get(module)
-    change = None if slot is None else slot.source.change(slot.layer, module, query, key.shape[2], attention_mask)
+    forward = kwargs.pop(FORWARD, None)
+    change = None if slot is None else slot.source.change(slot.layer, forward, query, key.shape[2], attention_mask)
     if family == "flash":
         plain = functools.partial(_named, plain, implementation)
     if change is None:

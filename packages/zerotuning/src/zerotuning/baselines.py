@@ -244,8 +244,8 @@ class _Act(Attachment):
         self.sinks: dict[int, Tensor] = {}
         self.filled_by: int | None = None
 
-    def change(self, index: int, module: nn.Module, query: Tensor, keys: int, mask: Any) -> Change | None:
-        chosen, forward = self.log_gamma[index], self.forward
+    def change(self, index: int, forward: Any, query: Tensor, keys: int, mask: Any) -> Change | None:
+        chosen = self.log_gamma[index]
         if chosen is None or forward is None:
             return None
         if forward.marks is not None:
@@ -259,13 +259,14 @@ class _Act(Attachment):
             )
 
         def edit(weights: Tensor) -> Tensor:
-            if not forward.past:
+            if forward.past:
+                known = self.sinks[index]
+            else:
                 first = torch.arange(weights.shape[3], device=weights.device) == start[:, None]
                 rows = None if forward.real is None else forward.real[:, :length].to(weights.device)
                 found = sink_tokens(weights, self.threshold, first, rows) & chosen.to(weights.device).bool()[:, None]
-                self.sinks[index] = found[..., :length]
+                known = self.sinks[index] = found[..., :length]
                 self.filled_by = forward.run
-            known = self.sinks[index]
             known = window(known, known.shape[-1] - forward.end)
             return spread(weights, window(known, forward.end - keys), self.beta)
 

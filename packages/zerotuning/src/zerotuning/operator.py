@@ -25,6 +25,10 @@ LOG_GAMMA_LIMIT = MAX_KEY_BIAS
 
 _FP16_LOG_GAMMA_LIMIT = 10.0
 
+# Additive masks hide with the lowest value of their type, with -inf, with -1e9 or, in older code, with -1e4 (which
+# bfloat16 rounds to -9984).
+_HIDES = -9e3
+
 
 def clamp_log_gamma(log_gamma: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Bring the logarithms of the factors into float32 or better and within `LOG_GAMMA_LIMIT`.
@@ -73,7 +77,13 @@ def reweight(
     gamma = _gamma(log_gamma, wide.dtype).expand(weights.shape[0], -1)[:, :, None, None]
     at_start = marks_of(start, weights.shape[0], weights.shape[3], weights.device)[:, None, None]
     initial = (wide * at_start).sum(dim=-1, keepdim=True)
-    return torch.where(at_start, gamma * wide, wide) / (1 + (gamma - 1) * initial)
+    rest = (wide * ~at_start).sum(dim=-1, keepdim=True)
+    # What a learned sink holds, unless the weights were only rounded. 1 + (gamma - 1) a_0 would need no such sum, but
+    # where a_0 rounds to 1 it has no digits left for a small gamma.
+    sink = 1 - initial - rest
+    sink = sink * (sink > max(0.51 * torch.finfo(weights.dtype).eps, 16 * torch.finfo(torch.float32).eps))
+    rest = rest + sink
+    return torch.where(at_start, gamma * wide, wide) * ((rest + initial) / (rest + gamma * initial))
 
 
 def scale_keys(
@@ -155,6 +165,18 @@ def start_indices(
     return _first(real), real.any(dim=-1)
 
 
+def visible(attention_mask: Bool[Tensor, "*shape"] | Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+    """Read a mask that is ready to be used.
+
+    Args:
+        attention_mask: True at visible keys, or additive: -9000 and less hides a key.
+
+    Returns:
+        True at visible keys.
+    """
+    return attention_mask if attention_mask.dtype == torch.bool else attention_mask > _HIDES
+
+
 def start_indices_4d(
     attention_mask: Bool[Tensor, "batch #heads query key"] | Float[Tensor, "batch #heads query key"],
 ) -> tuple[Int[Tensor, " batch"], Bool[Tensor, " batch"]]:
@@ -165,15 +187,13 @@ def start_indices_4d(
     belong to padding are often given something to look at.
 
     Args:
-        attention_mask: True (bool) or above half of the type's lowest value (float, additive) where a key is visible.
+        attention_mask: As for `visible`.
 
     Returns:
         As `start_indices`. Behind a window that is shorter than the keys of earlier forwards the index is that of the
         first key in sight.
     """
-    seen = attention_mask[:, 0]
-    if seen.dtype != torch.bool:
-        seen = seen > torch.finfo(seen.dtype).min / 2
+    seen = visible(attention_mask[:, 0])
     keys = seen.shape[-1]
     live = seen.any(dim=-1)
     first, last = _first(seen), keys - 1 - _first(seen.flip(-1))
