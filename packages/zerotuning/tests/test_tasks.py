@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import sys
 
@@ -236,7 +237,49 @@ def test_arrays_as_pandas_gives_them():
     np = pytest.importorskip("numpy")
     rows = [{"text": "x", "choices": {"text": np.array(["u", "v"]), "label": np.array(["A", "B"])}, "label": "B"}]
     assert CHOICE.examples(rows) == [Example("x", 1, ("u", "v"))]
-    assert TASKS["mr"].examples([{"text": "x", "label": np.int64(1)}]) == [Example("x", 1)]
+    for label in (np.int64(1), np.float32(1), np.bool_(1), np.array(1), np.str_("positive")):
+        assert TASKS["mr"].examples([{"text": "x", "label": label}]) == [Example("x", 1)]
+    assert CHOICE.examples([{"text": "x", "choices": [np.int64(3), np.int64(4)], "label": 0}])[0].choices == ("3", "4")
+
+
+@pytest.mark.parametrize("label", [1, 1.0, True, "1", "1.0", " Positive", "TRUE"])
+def test_labels_of_any_type(label):
+    assert TASKS["mr"].examples([{"text": "x", "label": label}]) == [Example("x", 1)]
+
+
+@pytest.mark.parametrize("label", [2, 0.5, "1.5", "10", [1], "\u0661", math.inf, "nan", -2])
+def test_labels_that_are_none(label):
+    for labelled in (True, False, None):
+        with pytest.raises(ValueError, match=r"row 0: label .* is none of"):
+            TASKS["mr"].examples([{"text": "x", "label": label}], labelled)
+
+
+def test_missing_as_pandas_has_it():
+    row = {"text": "x", "label": math.nan}
+    assert TASKS["mr"].examples([row], labelled=False) == [Example("x")]
+    with pytest.raises(ValueError, match="row 0: no 'label'"):
+        TASKS["mr"].examples([row])
+    with pytest.raises(ValueError, match="row 0: no 'text'"):
+        TASKS["mr"].examples([{"text": math.nan, "label": 1}])
+    assert TASKS["mr"].examples([{"text": "x", "label": -1.0}]) == [Example("x")]
+
+
+@pytest.mark.parametrize("text", ["\0", "\u202e\x1b[31m", "x" * 1_000_000, "{" * 1000])
+def test_odd_texts_go_through_as_they_are(text):
+    (example,) = TASKS["mr"].examples([{"text": text, "label": 1}])
+    assert text in TASKS["mr"].prompt(example)
+
+
+def test_half_a_surrogate_pair_is_refused_where_no_file_was_read():
+    for item in ("x\ud800", Example("x", None, ("y", "\udc00"))):
+        with pytest.raises(ValueError, match=r"half of a surrogate pair at character [12]"):
+            (LETTERS if isinstance(item, str) else CHOICE).prompt(item)
+
+
+def test_rows_that_are_no_mappings():
+    # What iterating over a table of pandas or over all splits of a data set gives.
+    with pytest.raises(ValueError, match=r"row 0: expected a mapping .* found str; of a pandas\.DataFrame"):
+        TASKS["mr"]._example("text", "row 0", None)
 
 
 def test_options_may_be_numbers():
@@ -252,6 +295,8 @@ def test_options_may_be_numbers():
         (["x", " "], "row 0: 'choices' must hold options that are texts and not empty; one is ' '"),
         (["x", None], "one is None"),
         (["x", True], "one is True"),
+        ([1, math.nan], "one is nan"),
+        ({"text": ["x", "y"], "label": ["A", " a"]}, "one label for several options"),
         (["x", "\ud800"], "one is"),
         ({"label": ["A"]}, "'choices' must hold the options"),
         ({"text": ["x", "y"], "label": ["A"]}, "'choices' has 1 labels for 2 options"),
@@ -444,7 +489,8 @@ def test_no_task_at_all(tmp_path, content):
 
 def test_data_set_objects():
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    for name, (row, _, _) in ROWS.items():
+    for name in ("boolq", "csqa"):
+        row = ROWS[name][0]
         assert TASKS[name].examples(datasets.Dataset.from_list([row])) == TASKS[name].examples([row])
 
 
@@ -461,6 +507,10 @@ def test_parquet(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"x\.parquet is no complete Parquet file"):
         TASKS["csqa"].read(path)
+    no_text = pyarrow.array([b"\xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": no_text, "label": [0]}), path)
+    with pytest.raises(ValueError, match=r"x\.parquet is no complete Parquet file .*can't decode"):
+        TASKS["mr"].read(path)
 
 
 def test_parquet_without_its_library(tmp_path, monkeypatch):
@@ -544,6 +594,7 @@ def test_labels_that_cannot_be_told_apart():
         {"labels": ("", "x")},
         {"labels": (" x", "y")},
         {"values": ("0",)},
+        {"values": ("0", " 0")},
         {"labels": ("A", "C"), "kind": "multiple_choice", "template": "{text}{choices}", "choice_columns": ("c",)},
         {"labels": ("A", "B"), "kind": "multiple_choice", "choice_columns": ("c",)},
         {"labels": ("A", "B"), "kind": "multiple_choice", "template": "{text}{choices}"},
@@ -571,6 +622,7 @@ def test_byte_order_mark_and_empty_lines(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes("text,label\r\nfine,1\r\n".encode("utf-8-sig"))
     assert TASKS["mr"].read(path) == [Example("fine", 1)]
+    assert TASKS["mr"].read(path.rename(tmp_path / "x.CSV")) == [Example("fine", 1)]
     path = tmp_path / "x.jsonl"
     path.write_bytes('{"text": "fine", "label": 1}\r\n\r\n'.encode("utf-8-sig"))
     assert TASKS["mr"].read(path) == [Example("fine", 1)]
@@ -602,6 +654,7 @@ def test_read_with_own_values(tmp_path):
         ("a.jsonl", "[]\n", "line 1: expected a JSON object"),
         ("a.jsonl", '{"text": "x"}\n', "line 1: no 'label'"),
         ("a.csv", "text\nx\n", "line 2: no 'label'"),
+        ("a.csv", "label,text\n1,fine\n0,dull, and long\n", "line 3: more cells than the 2 of the header"),
         ("a.txt", "", r"must end in \.csv or \.jsonl"),
         ("a.jsonl", "[" * 100_000, "line 1: not JSON"),
         ("a.jsonl", '\n{"text": " ", "label": 0}\n', "line 2: 'text' must be a text"),

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
@@ -29,10 +31,11 @@ def read_rows(path: Path) -> Rows:
         ImportError: A `.parquet` file without the `data` extra.
         OSError: The file cannot be opened.
     """
-    if path.suffix == ".parquet":
+    kind = path.suffix.lower()
+    if kind == ".parquet":
         yield from _parquet_rows(path)
         return
-    read = _TEXT_FILES.get(path.suffix)
+    read = _TEXT_FILES.get(kind)
     if read is None:
         raise ValueError(f"{path} must end in .csv or .jsonl, or in .parquet with the extra 'data'")
     try:
@@ -48,6 +51,12 @@ def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[s
     reader = csv.DictReader(lines)
     try:
         for row in reader:
+            if None in row:
+                # A text with commas and no quotes, of which only the beginning would be taken.
+                raise ValueError(
+                    f"{path}, line {reader.line_num}: more cells than the {len(reader.fieldnames or ())} of the "
+                    "header; put texts that hold commas in quotes"
+                )
             yield reader.line_num, row
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from None
@@ -83,7 +92,7 @@ def _parquet_rows(path: Path) -> Rows:
                 for row in batch.to_pylist():
                     yield f"{path}, row {number}", row
                     number += 1
-        except import_module("pyarrow").ArrowException as error:
+        except (import_module("pyarrow").ArrowException, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no complete Parquet file ({error})") from None
 
 
@@ -105,11 +114,11 @@ def column(row: Mapping[str, Any], names: str) -> tuple[str, Any]:
         The name that the row has, and its value.
 
     Raises:
-        ValueError: It has none of them, or `None` there.
+        ValueError: It has none of them, or `None` or the number nan there.
     """
     for name in (names, *names.split("|")):
         value = row.get(name)
-        if value is not None:
+        if value is not None and not (isinstance(value, numbers.Real) and value != value):
             return name, value
     wanted = " or ".join(repr(name) for name in names.split("|"))
     raise ValueError(f"no {wanted}; the columns are {sorted(map(str, row))}")
@@ -181,13 +190,19 @@ def choices(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[tuple[str, 
         raise ValueError(  # noqa: TRY004  # the row is wrong, not the caller's type
             f"{name!r} must hold the options; it is {_short(row.get(name))}"
         )
-    texts = [str(each) if type(each) in (int, float) else each for each in options]
+    texts = [str(each) if _is_number(each) else each for each in options]
     for each in texts:
         if not is_text(each):
             raise ValueError(f"{name!r} must hold options that are texts and not empty; one is {_short(each)}")
     if own and len(own) != len(texts):
         raise ValueError(f"{name!r} has {len(own)} labels for {len(texts)} options")
+    if len({str(each).strip().lower() for each in own}) != len(own):
+        raise ValueError(f"{name!r} has one label for several options: {_short(own)}")
     return tuple(each.strip() for each in _without_letters(texts)), tuple(str(each) for each in own)
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:

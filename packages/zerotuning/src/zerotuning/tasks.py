@@ -99,6 +99,8 @@ class TaskSpec:
             )
         if self.values and len(self.values) != len(self.labels):
             raise ValueError(f"values has {len(self.values)} entries for {len(self.labels)} labels")
+        if len({value.strip().lower() for value in self.values}) != len(self.values):
+            raise ValueError(f"values must be different for each label; they are {self.values!r}")
         if self.body and (self.text_column != "text" or _FIELD.search(self.body) is None):
             raise ValueError(f"body must name columns in braces, and leaves none to text_column; it is {self.body!r}")
 
@@ -113,10 +115,17 @@ class TaskSpec:
             The prompt.
 
         Raises:
-            ValueError: A multiple-choice item has no options, or more than there are labels.
+            ValueError: A multiple-choice item has no options, or more than there are labels, or its text cannot be
+                encoded.
         """
         if isinstance(item, str):
             item = Example(item)
+        try:
+            "".join((item.text, *item.choices)).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"a text holds half of a surrogate pair at character {error.start}, which no tokenizer takes"
+            ) from None
         fields = {"{text}": item.text.strip()}
         if self.kind == "multiple_choice":
             self._check_choices(item)
@@ -220,12 +229,17 @@ class TaskSpec:
             The examples, in order.
 
         Raises:
-            ValueError: A missing column, an empty text, an unknown label; the row is named, counted from 0.
+            ValueError: No mapping, a missing column, an empty text, an unknown label; the row is named, counted from 0.
         """
         return [self._example(row, f"row {number}", labelled) for number, row in enumerate(rows)]
 
-    def _example(self, row: Mapping[str, Any], place: str, labelled: bool | None) -> Example:
+    def _example(self, row: object, place: str, labelled: bool | None) -> Example:
         try:
+            if not isinstance(row, Mapping):
+                raise ValueError(  # noqa: TRY004, TRY301  # told like all that is wrong with a row
+                    f"expected a mapping from columns to values, found {type(row).__name__}; of a pandas.DataFrame "
+                    'give to_dict("records"), of a datasets.DatasetDict one of its splits'
+                )
             if self.body:
                 content = _FIELD.sub(lambda found: text(row, found[1]).strip(), self.body)
             else:
@@ -259,6 +273,9 @@ class TaskSpec:
                 meanings |= {str(index): index for index in range(len(words))}
             if len(words) == 2 and self.kind == "classification":
                 meanings = {"false": 0, "true": 1} | meanings
+        if value not in meanings:
+            # Whole numbers beside missing ones are floats to pandas.
+            value = re.sub(r"\.0+$", "", value)
         if value in meanings:
             return meanings[value]
         if value in _HIDDEN and not labelled:
