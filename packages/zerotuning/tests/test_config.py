@@ -31,15 +31,6 @@ class TestFile(FileFormat):
         return first == second and first.meta == second.meta and first.granularity == second.granularity
 
 
-class TestFileOfVersion1(TestFile):
-    def example(self):
-        return ZeroTuningConfig.per_head(IDENTITY, {0: 0.3, 3: 2.5}, layers=[0, 2], meta={"gamma": 2.5})
-
-    def make_newer(self, path):
-        super().make_newer(path)
-        return super().make_newer(path)
-
-
 @given(st.lists(st.floats(-80, 80, width=32), min_size=12, max_size=12))
 def test_file_keeps_every_bit(tmp_path_factory, values):
     config = ZeroTuningConfig(torch.tensor(values).view(3, 4), IDENTITY)

@@ -114,6 +114,19 @@ def test_entropy_is_not_monotone(gamma, entropy):
     assert float(-(row * row.log()).sum()) == pytest.approx(entropy, abs=1e-6)
 
 
+@given(st.lists(st.floats(0.05, 1), min_size=3, max_size=6))
+def test_entropy_is_greatest_where_the_others_say(parts):
+    row = one_row(*parts) / sum(parts)
+    initial, others = float(row[..., 0]), row[..., 1:] / row[..., 1:].sum()
+    best = math.exp(float((others * others.log()).sum())) * (1 - initial) / initial
+
+    def entropy(gamma):
+        changed = reweight(row, log(gamma))
+        return float(-(changed * changed.log()).sum())
+
+    assert entropy(best) > max(entropy(best * 1.2), entropy(best / 1.2))
+
+
 def test_limits():
     weights = one_row(0.5, 0.3, 0.2)
     torch.testing.assert_close(reweight(weights, log(1e-30))[0, 0, 0], one_row(0, 0.6, 0.4)[0, 0, 0])

@@ -44,9 +44,10 @@ from zerotuning.operator import clamp_log_gamma, start_indices, start_indices_4d
 _CACHE_MARK = f"_{PREFIX}_mark"
 
 
+@contextlib.contextmanager
 def apply(
     model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfig], path: Path = "auto"
-) -> contextlib.AbstractContextManager[nn.Module]:
+) -> Iterator[nn.Module]:
     """Run a model under a configuration for the length of a `with` block.
 
     Args:
@@ -63,22 +64,15 @@ def apply(
               `separata_core.attention.closed_form_floor`, where digits are lost, nor with dropout.
             - `"augmented"`: one more dimension of query and key. SDPA, FlexAttention, flash.
 
-    Returns:
-        A context manager that gives the model; afterwards, also after an exception, the model computes bit for bit what
-        it did before.
+    Yields:
+        The model; afterwards, also after an exception, it computes bit for bit what it did before. With gradient
+        checkpointing the backward runs layers again, and so belongs into the block too.
 
     Raises:
         ValueError: The configuration is for another model, the configurations differ in mode, the model's attention
             cannot be wrapped, or it does not offer the path.
         RuntimeError: A configuration is already attached.
     """
-    return _applied(model, config, path)
-
-
-@contextlib.contextmanager
-def _applied(
-    model: nn.Module, config: ZeroTuningConfig | Sequence[ZeroTuningConfig], path: Path
-) -> Iterator[nn.Module]:
     attach(model, config, path)
     try:
         yield model
