@@ -444,6 +444,26 @@ class TestBadInput:
         detach(llama)
         detach(llama)
 
+    def test_implementation_changed_beneath(self, llama):
+        before = logits(llama, tokens())
+        with apply(llama, some_config(llama)):
+            llama.set_attn_implementation("eager")
+            with pytest.raises(RuntimeError, match="implementation was set to 'eager' while a configuration"):
+                logits(llama, tokens())
+        assert torch.equal(logits(llama, tokens()), before)
+
+    def test_models_that_share_a_config_object(self, llama):
+        twin = type(llama)(llama.config).eval()
+        twin.load_state_dict(llama.state_dict())
+        before = logits(twin, tokens())
+        with apply(llama, some_config(llama)):
+            tuned = logits(llama, tokens())
+            with apply(twin, some_config(llama)):
+                assert torch.equal(logits(twin, tokens()), tuned)
+            assert torch.equal(logits(twin, tokens()), before)
+            assert torch.equal(logits(llama, tokens()), tuned)
+        assert llama.config._attn_implementation == "sdpa"
+
     def test_no_configuration(self, llama):
         with pytest.raises(ValueError, match="empty"):
             attach(llama, [])

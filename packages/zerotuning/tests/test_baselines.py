@@ -143,7 +143,8 @@ class TestPasta:
         ("arguments", "message"),
         [
             ({"heads": {3: [0]}}, "layer 3 does not exist"),
-            ({"heads": {0: [4]}}, "head 4 of layer 0 does not exist"),
+            ({"heads": {True: [0]}}, "layer True does not exist"),
+            ({"heads": {0: [4]}}, "head 4 does not exist"),
             ({"alpha": 0.0}, "alpha is 0.0"),
             ({"alpha": math.inf}, "alpha is inf"),
         ],

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from separata_testing.models import tiny_model
 from separata_testing.suites import FileFormat
 from zerotuning import ModelId, ZeroTuningConfig
-from zerotuning.config import _check_options, _factors, _indices, _log_of, check_writable
+from zerotuning.config import _check_options, _factors, _log_of, check_writable, checked_indices
 
 IDENTITY = ModelId("llama", "somewhere", 3, 4, 2)
 
@@ -111,8 +111,8 @@ def test_wrong_types_are_named_too():
             _log_of(gamma, "head 2")
     for head in (1.0, "1", None):
         with pytest.raises(ValueError, match=f"head {head!r} does not exist"):
-            _indices([0, head], 4, "head")
-    assert _indices(torch.tensor([2, 1, 2]), 4, "head") == [1, 2]
+            checked_indices([0, head], 4, "head")
+    assert checked_indices(torch.tensor([2, 1, 2]), 4, "head") == [1, 2]
     with pytest.raises(ValueError, match="gammas is a list; it must be a mapping from layers to factors"):
         _factors([2.0], "layers")
 

@@ -16,7 +16,7 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -139,7 +139,9 @@ def detach(model: nn.Module) -> None:
         SLOTS.pop(module, None)
     for handle in slot.source.handles:
         handle.remove()
-    use(decoder, slot.source.original)
+    # Another model may share the config object, and go on under a configuration.
+    if not any(getattr(module, "config", None) is decoder.config for module in SLOTS):
+        use(decoder, slot.source.original)
 
 
 @contextlib.contextmanager
@@ -214,6 +216,7 @@ class Attachment:
 
     Attributes:
         original: The attention implementation of the model beneath.
+        name: The implementation of ours that it has in its place.
         handles: Of the hooks.
     """
 
@@ -246,6 +249,7 @@ class Attachment:
         self.mode = mode
         self.path = path
         self.original = ""
+        self.name = ""
         self.parameters: tuple[str, ...] = ()
         self.pad_token_id: int | None = None
         self.flash = False
@@ -263,6 +267,11 @@ class Attachment:
         """Hook: find the initial tokens, and let the layers know."""
         if not self._is_on(decoder):
             return None
+        if (found := cast(Any, decoder).config._attn_implementation) != self.name:
+            raise RuntimeError(
+                f"the attention implementation was set to {found!r} while a configuration is attached, which therefore "
+                "would do nothing; detach first, and attach again afterwards"
+            )
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         input_ids: Tensor | None = arguments.get("input_ids")
         tokens: Tensor = arguments["inputs_embeds"] if input_ids is None else input_ids
@@ -549,7 +558,7 @@ def install(model: nn.Module, attachment: Attachment) -> None:
     attachment.flash = family_of(attachment.original) == "flash"
     attachment.parameters = tuple(inspect.signature(decoder.forward).parameters)
     attachment.pad_token_id = _pad_token_id(model)
-    name = register(attachment.original)
+    attachment.name = register(attachment.original)
     attachment.handles = [
         decoder.register_forward_pre_hook(attachment.before_forward, with_kwargs=True),
         decoder.register_forward_hook(attachment.after_forward, with_kwargs=True),
@@ -557,7 +566,7 @@ def install(model: nn.Module, attachment: Attachment) -> None:
     for index, module in enumerate([*attention_modules(model), decoder]):
         SLOTS[module] = Slot(attachment, index)
     try:
-        use(decoder, name)
+        use(decoder, attachment.name)
     except BaseException:
         detach(model)
         raise

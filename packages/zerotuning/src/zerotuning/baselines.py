@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zerotuning.adapter import Attachment, check_free, detach, install, window, wrappable
 from zerotuning.attention import Change
-from zerotuning.config import ModelId, ZeroTuningConfig
+from zerotuning.config import ModelId, ZeroTuningConfig, checked_indices
 
 Heads = Mapping[int, Sequence[int] | None]
 
@@ -81,7 +81,8 @@ def act(model: nn.Module, heads: Heads | None = None, threshold: float = 0.1, be
     Args:
         model: See `zerotuning.apply`; loaded with `attn_implementation="eager"`.
         heads: The query heads of each layer to calibrate, None for all heads of a layer; without it all heads of the
-            layers 2 to L - 2, counted from 0.
+            layers 2 to L - 2, counted from 0. The method chooses heads on held-out data; all of them together can ruin
+            a small model.
         threshold: Tokens with more weight than this, on average over later rows, are sinks.
         beta: What the weights of sinks are multiplied by.
 
@@ -187,17 +188,9 @@ def _chosen(model: nn.Module, heads: Heads) -> list[Tensor | None]:
     """The heads of every layer as a bool tensor, None where there is none."""
     identity = ModelId.of(model)
     chosen: list[Tensor | None] = [None] * identity.layers
-    for layer, indices in heads.items():
-        if layer not in range(identity.layers):
-            raise ValueError(f"layer {layer!r} does not exist; the model has layers 0 to {identity.layers - 1}")
+    for layer in checked_indices(list(heads), identity.layers, "layer"):
         row = torch.zeros(identity.query_heads, dtype=torch.bool)
-        for head in range(identity.query_heads) if indices is None else indices:
-            if head not in range(identity.query_heads):
-                raise ValueError(
-                    f"head {head!r} of layer {layer} does not exist; the model has heads 0 to "
-                    f"{identity.query_heads - 1}"
-                )
-            row[head] = True
+        row[checked_indices(heads[layer], identity.query_heads, "head")] = True
         chosen[layer] = row if bool(row.any()) else None
     return chosen
 

@@ -87,7 +87,20 @@ def _log_of(gamma: Any, what: str) -> float:
     return math.log(value)
 
 
-def _indices(values: Any, count: int, what: str) -> list[int]:
+def checked_indices(values: Any, count: int, what: str) -> list[int]:
+    """Refuse layers or heads that a model does not have.
+
+    Args:
+        values: Their indices; None for all.
+        count: How many there are.
+        what: What one is called in the message.
+
+    Returns:
+        The indices in order, each once.
+
+    Raises:
+        ValueError: One is no whole number from 0 to `count - 1`.
+    """
     if values is None:
         return list(range(count))
     found = set()
@@ -198,8 +211,8 @@ class ZeroTuningConfig:
                 some heads of a group.
         """
         identity = model if isinstance(model, ModelId) else ModelId.of(model)
-        rows = _indices(layers, identity.layers, "layer")
-        columns = _indices(heads, identity.query_heads, "head")
+        rows = checked_indices(layers, identity.layers, "layer")
+        columns = checked_indices(heads, identity.query_heads, "head")
         whose = "all heads" if heads is None else "head " + ", ".join(map(str, columns))
         log_gamma = torch.zeros(identity.layers, identity.query_heads)
         log_gamma[torch.tensor(rows, dtype=torch.long)[:, None], torch.tensor(columns, dtype=torch.long)] = _log_of(
@@ -238,9 +251,9 @@ class ZeroTuningConfig:
             if len(gammas) != identity.query_heads:
                 raise ValueError(f"gammas has {len(gammas)} values; the model has {identity.query_heads} query heads")
             gammas = dict(enumerate(gammas))
-        rows = torch.tensor(_indices(layers, identity.layers, "layer"), dtype=torch.long)
+        rows = torch.tensor(checked_indices(layers, identity.layers, "layer"), dtype=torch.long)
         log_gamma = torch.zeros(identity.layers, identity.query_heads)
-        for head in _indices(list(gammas), identity.query_heads, "head"):
+        for head in checked_indices(list(gammas), identity.query_heads, "head"):
             log_gamma[rows, head] = _log_of(gammas[head], f"head {head}")
         return cls(log_gamma, identity, "head_index", mode, meta or {})
 
@@ -298,7 +311,7 @@ class ZeroTuningConfig:
         """
         identity = model if isinstance(model, ModelId) else ModelId.of(model)
         log_gamma = torch.zeros(identity.layers, identity.query_heads)
-        for layer in _indices(list(_factors(gammas, "layers")), identity.layers, "layer"):
+        for layer in checked_indices(list(_factors(gammas, "layers")), identity.layers, "layer"):
             log_gamma[layer] = _log_of(gammas[layer], f"layer {layer}")
         return cls(log_gamma, identity, "layer", mode, meta or {})
 
@@ -460,7 +473,10 @@ class ZeroTuningConfig:
 
 
 def _set_one(log_gamma: Tensor, layer: Any, head: Any, gamma: Any) -> None:
-    rows, columns = _indices([layer], len(log_gamma), "layer"), _indices([head], log_gamma.shape[1], "head")
+    rows, columns = (
+        checked_indices([layer], len(log_gamma), "layer"),
+        checked_indices([head], log_gamma.shape[1], "head"),
+    )
     log_gamma[rows[0], columns[0]] = _log_of(gamma, f"layer {layer}, head {head}")
 
 
