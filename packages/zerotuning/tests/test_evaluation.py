@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from separata_testing.models import tiny_model
 from tiny_task import TASK, answers, examples, talkative_model, word_tokenizer
 from torch.distributions import Categorical
-from zerotuning import Example, TaskSpec, ZeroTuningConfig, apply, evaluate
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, Lfm2Config, Lfm2ForCausalLM
+from zerotuning import Example, ModelId, TaskSpec, ZeroTuningConfig, apply, evaluate
 from zerotuning.evaluation import compare
 from zerotuning.metrics import UNPARSED
 from zerotuning.partial import only_layers, output_forms
@@ -39,12 +40,12 @@ def one_by_one(model, config, task=TASK):
 
 
 @torch.no_grad()
-def _one_by_one(model, config, task):
+def _one_by_one(model, config, task, texts=TEXTS):
     tokenizer = word_tokenizer()
     parsed, rows, entropies = [], [], []
     labels = [tokenizer(word)["input_ids"] for word in task.labels]
     with apply(model, config):
-        for text in TEXTS:
+        for text in texts:
             ids = tokenizer(task.prompt(text))["input_ids"]
             # Labels of one token share a forward.
             inputs = {tuple(label[:-1]): torch.tensor([ids + label[:-1]]) for label in labels}
@@ -127,6 +128,33 @@ def test_layers_below_are_run_once_and_nothing_changes(architecture):
     for config, found in zip(several, together, strict=True):
         assert_same(found, plain.predict([config])[0])
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def other_model(name):
+    sizes = {
+        "vocab_size": 260, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if name == "lfm2":
+        # A layer without attention keeps no keys and values of a prefix.
+        return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"] * 2)).eval()
+    # Four streams of states; with `shared`, keys and values of a lower layer besides.
+    return Gemma3nForCausalLM(
+        Gemma3nTextConfig(
+            **sizes, head_dim=8, num_kv_shared_layers=2 * (name == "shared"), vocab_size_per_layer_input=260,
+            hidden_size_per_layer_input=8, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+    ).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["lfm2", "streams", "shared"])
+def test_models_that_keep_something_else_between_layers_or_forwards(name):
+    model = other_model(name)
+    config = ZeroTuningConfig.uniform(model, 50.0, layers=[ModelId.of(model).layers - 1])
+    found = Scorer(model, word_tokenizer(), TASK, TEXTS[:4], batch_rows=2).predict([config])[0]
+    assert_same(found, _one_by_one(model, config, TASK, TEXTS[:4]))
 
 
 def inner_modules(model):
@@ -295,6 +323,18 @@ def test_tokenizer_that_ends_every_text():
     assert (scorer.prompts, scorer.label_tokens) == (plain.prompts, plain.label_tokens)
 
 
+def test_an_end_token_is_no_answer():
+    model, tokenizer = talkative_model(), word_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
+    tokenizer.add_tokens(["A", "B", "C", "D"])
+    task = TaskSpec(
+        "choice", "{text} {choices} Answer:", tuple("ABCD"), kind="multiple_choice", choice_columns=("choices",)
+    )
+    scorer = Scorer(model, tokenizer, task, [Example("w1", 0, ("w2",) * 4)])
+    said = tokenizer.convert_tokens_to_ids(["<|end|>", "D"])
+    assert [scorer._parse([token]) for token in said] == [UNPARSED, 3]
+
+
 def test_model_is_left_as_it_was():
     model = talkative_model().train()
     Scorer(model, word_tokenizer(), TASK, TEXTS[:3]).predict(configs(model)[:1])
@@ -310,6 +350,8 @@ def test_bad_input():
         Scorer(model, tokenizer, TASK, TEXTS, answer_tokens=0)
     with pytest.raises(ValueError, match="items is empty"):
         Scorer(model, tokenizer, TASK, [])
+    with pytest.raises(ValueError, match="item 1 has no tokens"):
+        Scorer(model, tokenizer, TaskSpec("bare", "{text}", ("yes", "no")), ["w1", ""])
     with pytest.raises(ValueError, match="the model takes 512: shorten"):
         Scorer(model, tokenizer, TASK, ["w1 " * 600])
 

@@ -178,7 +178,8 @@ class Scorer:
                 do not run the layers below again. Needs room for one hidden state of each token.
 
         Raises:
-            ValueError: A number is below 1, there are no items, or a prompt is longer than the model's positions.
+            ValueError: A number is below 1, there are no items, a prompt has no tokens, or one is longer than the
+                model's positions.
         """
         for name, number in (("batch_rows", batch_rows), ("answer_tokens", answer_tokens)):
             if number < 1:
@@ -198,7 +199,7 @@ class Scorer:
                 f"the longest prompt has {longest} tokens with its label; the model takes {limit}: shorten the texts"
             )
         self.prefix = _common_prefix(self.prompts)
-        if len(self.prefix) < _SHORTEST_PREFIX:
+        if len(self.prefix) < _SHORTEST_PREFIX or not _may_share_prefix(model):
             self.prefix = []
         self.options = [[task.labels.index(word) for word in task.options(item)] for item in items]
         sequences = [each for item in range(len(items)) for each in self._sequences_of(item)]
@@ -309,14 +310,15 @@ class Scorer:
 
     def _generate(self, results: Tensor, batch: Sequence[_Sequence], prefix: Any) -> None:
         """The tokens after the first, and the mean of the entropies of all."""
-        labels, end = len(self.label_tokens), self.tokenizer.eos_token_id
+        labels = len(self.label_tokens)
         items = [each.item for each in batch]
         tokens, entropies = results[:, items, labels + 1 :], results[:, items, labels]
         count = torch.ones_like(entropies)
         running = torch.ones_like(entropies, dtype=torch.bool)
+        ends = torch.tensor(self._end_tokens(), dtype=tokens.dtype)
         for step in range(1, self.answer_tokens):
             # A text ends with its end token; what would follow belongs to no answer.
-            running = running & (tokens[..., step - 1] != (-1 if end is None else end + 1))
+            running = running & ~torch.isin(tokens[..., step - 1] - 1, ends)
             if not bool(running.any()):
                 break
             log_probs = self._log_probs_after(batch, tokens[..., :step], prefix)
@@ -325,6 +327,12 @@ class Scorer:
             count += running
         results[:, items, labels + 1 :] = tokens
         results[:, items, labels] = entropies / count
+
+    def _end_tokens(self) -> list[int]:
+        """The tokenizer's end token, and what else the model ends a text with."""
+        more = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        ends = [self.tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+        return [each for each in ends if each is not None]
 
     def _log_probs_after(
         self, batch: Sequence[_Sequence], tokens: Float[Tensor, "configs sequences step"], prefix: Any
@@ -352,28 +360,24 @@ class Scorer:
     ) -> Float[Tensor, "rows places vocab"]:
         """Log-probabilities of rows of tokens behind the prefix, at the same number of places in each, in float32."""
         tokens, mask, past = self._inputs(rows, prefix)
-        positions = sorted({place for each in places for place in each})
-        index = torch.tensor([[positions.index(place) for place in each] for each in places], device=tokens.device)
+        index = torch.tensor(places)[..., None]
         taken = False
 
         def take(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             nonlocal taken
-            if taken or not args or args[0].shape[:2] != (len(rows), len(positions)):
+            if taken or not args or args[0].shape[:2] != tokens.shape:
                 return None
             taken = True
-            return args[0].gather(1, index[..., None].expand(-1, -1, args[0].shape[-1]).to(args[0].device)), *args[1:]
+            return _at(args[0], index), *args[1:]
 
-        # The head goes over the vocabulary, so it is given each row's own places, not those of all rows.
+        # The head goes over the vocabulary, so it is given each row's own places only. `logits_to_keep` would give it
+        # those of all rows, and not every model has it or takes it from another device.
         handle = self.model.get_output_embeddings().register_forward_pre_hook(take)
         try:
-            logits: Tensor = self.model(
-                input_ids=tokens, attention_mask=mask, logits_to_keep=torch.tensor(positions).to(tokens.device), **past
-            ).logits
+            logits: Tensor = self.model(input_ids=tokens, attention_mask=mask, **past).logits
         finally:
             handle.remove()
-        if not taken:
-            logits = logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]).to(logits.device))
-        return logits.float().log_softmax(-1)
+        return (logits if taken else _at(logits, index)).float().log_softmax(-1)
 
     def _inputs(self, rows: Sequence[list[int]], prefix: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
         device = self.model.get_input_embeddings().weight.device
@@ -438,7 +442,8 @@ class Scorer:
         return Predictions(parsed, tuple(scores), tuple(entropies))
 
     def _parse(self, tokens: Sequence[int], item: Example | str | None = None) -> int:
-        label = self.task.parse(self.tokenizer.decode(list(tokens)), item)
+        # An end token such as "<|im_end|>" is no answer, though letters of options are in its name.
+        label = self.task.parse(self.tokenizer.decode(list(tokens), skip_special_tokens=True), item)
         if label != UNPARSED or self.one_token:
             return label
         begun = [index for index, ids in enumerate(self.label_tokens) if ids[: len(tokens)] == list(tokens[: len(ids)])]
@@ -449,10 +454,11 @@ class _KeptStates:
     """Hidden states of all sequences at the input of one layer, under no configuration."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.dtype = next(model.parameters()).dtype
         self.layers = attention_layers(model)
         self._all = list(decoder_layers(model))
-        self.usable = True
+        config: Any = model.config
+        # Upper layers that take keys and values from lower ones fail without them.
+        self.usable = not getattr(config.get_text_config(), "num_kv_shared_layers", 0)
         self.checked = False
         self.at = 0
         self._forms: list[Form] | None = None
@@ -469,7 +475,8 @@ class _KeptStates:
         states = self._stacked(batch) if start else None
         with only_layers(self._all, self._forms, start, target, states) as found:
             run()
-        if len(found) != 1:
+        # Some models hand on several streams of states.
+        if len(found) != 1 or found[0].ndim != 3 or len(found[0]) != len(batch):
             self.usable = False
             return False
         for sequence, each in zip(batch, found[0], strict=True):
@@ -489,7 +496,7 @@ class _KeptStates:
 
         Some models pass more from layer to layer than hidden states, for instance keys and values of an earlier one.
         """
-        tolerance = math.sqrt(torch.finfo(self.dtype).eps)
+        tolerance = math.sqrt(torch.finfo(next(iter(self._states.values())).dtype).eps)
         self.checked = True
         self.usable = torch.allclose(found, plain, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -550,11 +557,19 @@ def tokenize_prompts(tokenizer: Any, task: TaskSpec, items: Sequence[Example | s
 
     Returns:
         One list of token ids for each item.
+
+    Raises:
+        ValueError: A prompt has no tokens.
     """
     prompts: list[list[int]] = tokenizer([task.prompt(item) for item in items])["input_ids"]
     # Some tokenizers end every text; behind that no answer follows.
     end = tokenizer.eos_token_id
-    return [ids[:-1] if end is not None and ids[-1:] == [end] else ids for ids in prompts]
+    prompts = [ids[:-1] if end is not None and ids[-1:] == [end] else ids for ids in prompts]
+    if [] in prompts:
+        raise ValueError(
+            f"the prompt of item {prompts.index([])} has no tokens; the template must hold more than the text"
+        )
+    return prompts
 
 
 def _common_prefix(prompts: Sequence[list[int]]) -> list[int]:
@@ -564,6 +579,21 @@ def _common_prefix(prompts: Sequence[list[int]]) -> list[int]:
     while shared < min(map(len, prompts)) - 1 and first[shared] == last[shared]:
         shared += 1
     return first[:shared]
+
+
+def _at(values: Float[Tensor, "rows tokens size"], index: Tensor) -> Float[Tensor, "rows places size"]:
+    return values.gather(1, index.to(values.device).expand(-1, -1, values.shape[-1]))
+
+
+def _may_share_prefix(model: nn.Module) -> bool:
+    """Whether every layer remembers a beginning as keys and values; recurrent ones begin anew, or cannot be copied."""
+    from transformers import DynamicCache
+
+    config: Any = model.config
+    remembered = DynamicCache(config=config).layers
+    return len(attention_layers(model)) == len(decoder_layers(model)) and not any(
+        hasattr(each, "recurrent_states") for each in remembered
+    )
 
 
 def _rows_of(cache: Any) -> int:
