@@ -207,6 +207,33 @@ class TestAct:
         assert torch.equal(changed[:, [1, 3]], plain[0][:, [1, 3]])
         assert (changed[:, [0, 2]] - plain[0][:, [0, 2]]).abs().max() > 1e-3
 
+    def test_every_layer_equals_loops_written_out(self, eager, monkeypatch):
+        import transformers.models.llama.modeling_llama as modeling
+
+        def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
+            key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+            length = key.shape[2]
+            hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+            weights = (query @ key.transpose(2, 3) * scaling).masked_fill(hidden, -math.inf).softmax(-1)
+            for table in weights.flatten(0, 1):
+                means = {j: sum(table[j + 1 :, j]) / (length - 1 - j) for j in range(1, length - 1)}
+                sinks = [j for j, mean in means.items() if mean > 0.1]
+                for row in table:
+                    freed = sum(0.6 * row[j] for j in sinks)
+                    kept = sum(row[j] for j in range(length) if j not in sinks)
+                    if kept > 0:
+                        changed = [0.4 * w if j in sinks else w + freed * w / kept for j, w in enumerate(row)]
+                        row.copy_(torch.stack(changed))
+            return (weights @ value).transpose(1, 2).contiguous(), weights
+
+        ids = tokens()
+        plain = logits(eager, ids)
+        with act(eager, dict.fromkeys(range(LAYERS))):
+            changed = logits(eager, ids)
+        monkeypatch.setattr(modeling, "eager_attention_forward", attention)
+        close(changed, logits(eager, ids))
+        assert (changed - plain).abs().max() > 1e-3
+
     def test_padding(self, eager):
         ids = tokens(1, 8)
         padded, mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1), torch.ones(2, 11, dtype=torch.long)
