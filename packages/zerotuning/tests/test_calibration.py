@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -180,11 +181,6 @@ def test_default_grid_is_symmetric_about_one():
     assert DEFAULT_GRID[0] * DEFAULT_GRID[-1] == pytest.approx(1)
 
 
-NO_NUMBERS = '{"config": "x", "parsed": [0], "label_log_probs": "", "entropies": ""}'
-# Two items with one entropy.
-ODD_NUMBERS = '{"config": "x", "parsed": [0, 1], "label_log_probs": "AAAAAAAAAAA=", "entropies": "AAAAAA=="}'
-
-
 class TestPointLog:
     HEADER: ClassVar[dict[str, str]] = {"run": "mine"}
 
@@ -213,9 +209,48 @@ class TestPointLog:
             pass
         with pytest.raises(ValueError, match=r"another run \(different run\)"), PointLog(path, {"run": "yours"}):
             pass
-        path.write_text('{"schema": "something"}\n')
-        with pytest.raises(ValueError, match="no file of calibration points"), PointLog(path, self.HEADER):
+        for content in ('{"schema": "something"}\n', "[]\n", "notes\n", "a line without an end", '{"schema":"zerotun?'):
+            path.write_text(content)
+            with pytest.raises(ValueError, match="no file of calibration points"), PointLog(path, self.HEADER):
+                pass
+            assert path.read_text() == content
+
+    def test_a_header_cut_short_is_begun_anew(self, tmp_path):
+        path = tmp_path / "points.jsonl"
+        with PointLog(path, self.HEADER):
             pass
+        whole = path.read_bytes()
+        for end in (0, 5, len(whole) - 1):
+            path.write_bytes(whole[:end])
+            with PointLog(path, self.HEADER):
+                pass
+            assert path.read_bytes() == whole
+
+    def test_other_runs_are_kept_out(self, tmp_path):
+        path = tmp_path / "points.jsonl"
+        with PointLog(path, self.HEADER) as log:
+            with pytest.raises(OSError, match="in use by another run"), PointLog(path, self.HEADER):
+                pass
+            log.append("a", answers((0,)))
+        with PointLog(path, self.HEADER) as log:
+            assert list(log) == ["a"]
+
+    def test_a_full_disk_costs_one_point(self, tmp_path):
+        path = tmp_path / "points.jsonl"
+        with PointLog(path, self.HEADER) as log:
+            log.append("a", answers((0,)))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+        try:
+            with pytest.raises(OSError, match="too large"), PointLog(path, self.HEADER) as log:
+                log.append("b", answers((1,)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, before)
+        assert not path.read_bytes().endswith(b"\n")
+        with PointLog(path, self.HEADER) as log:
+            assert list(log) == ["a"]
 
     def test_impossible_labels_and_exact_numbers_survive(self, tmp_path):
         path = tmp_path / "points.jsonl"
@@ -226,12 +261,12 @@ class TestPointLog:
         with PointLog(path, self.HEADER) as log:
             assert log.get("a") == made
 
-    @pytest.mark.parametrize(("version", "word"), [(1, "version 1 holds no entropies"), (3, "has version 3")])
-    def test_other_versions_are_told(self, tmp_path, version, word):
+    @pytest.mark.parametrize("version", [1, 2, 4])
+    def test_other_versions_are_told(self, tmp_path, version):
         path = tmp_path / "points.jsonl"
         path.write_text(json.dumps({"schema": PointLog.SCHEMA, "version": version, **self.HEADER}) + "\n")
         before = path.read_bytes()
-        with pytest.raises(ValueError, match=word), PointLog(path, self.HEADER):
+        with pytest.raises(ValueError, match=f"has version {version}"), PointLog(path, self.HEADER):
             pass
         assert path.read_bytes() == before
 
@@ -239,15 +274,21 @@ class TestPointLog:
         with pytest.raises(OSError, match="points"), PointLog(tmp_path / "nowhere" / "points", self.HEADER):
             pass
 
-    @pytest.mark.parametrize(
-        "line", ["not json", '{"parsed": []}', "[]", '{"config": "x", "parsed": 3}', NO_NUMBERS, ODD_NUMBERS]
-    )
+    @pytest.mark.parametrize("line", ["not json", '{"parsed": []}', "[]", '{"sha256": "0"}'])
     def test_damage_inside_is_refused(self, tmp_path, line):
         path = tmp_path / "points.jsonl"
         with PointLog(path, self.HEADER):
             pass
         path.write_text(path.read_text() + line + "\n")
-        with pytest.raises(ValueError, match="line 2, is damaged"), PointLog(path, self.HEADER):
+        with pytest.raises(ValueError, match="line 2, is damaged or was altered"), PointLog(path, self.HEADER):
+            pass
+
+    def test_an_altered_answer_is_refused(self, tmp_path):
+        path = tmp_path / "points.jsonl"
+        with PointLog(path, self.HEADER) as log:
+            log.append("a", answers((0, 1)))
+        path.write_text(path.read_text().replace('"parsed":[0,1]', '"parsed":[1,1]'))
+        with pytest.raises(ValueError, match="was altered"), PointLog(path, self.HEADER):
             pass
 
 
@@ -276,6 +317,10 @@ def test_resume_of_another_run_is_refused(tmp_path):
         next(other.parameters()).flatten()[0] += 1
     with pytest.raises(ValueError, match="different weights"):
         run(other, grid=[2.0], resume=points)
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens([DATA[0].text])
+    with pytest.raises(ValueError, match=r"different tokens\)"):
+        calibrate(talkative_model(), tokenizer, DATA, TASK, grid=[2.0], resume=points)
 
 
 def test_resume_from_any_moment_loses_and_doubles_nothing(tmp_path, monkeypatch):

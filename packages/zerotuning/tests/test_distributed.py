@@ -11,7 +11,8 @@ import torch
 from tiny_task import TASK, examples, talkative_model, word_tokenizer
 from zerotuning import calibrate, parallel
 from zerotuning.gradient import log_gamma_gradients
-from zerotuning.points import PointLog
+from zerotuning.points import PointLog, run_identity
+from zerotuning.scoring import Scorer
 
 DATA = examples(9)
 
@@ -115,6 +116,7 @@ def test_one_process_in_a_group_is_as_without(tmp_path, group):
 
 def test_a_model_spread_over_processes_is_not_shared_out(group):
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     torch.distributed.init_process_group("gloo", init_method=group, rank=0, world_size=1)
@@ -123,3 +125,27 @@ def test_a_model_spread_over_processes_is_not_shared_out(group):
     model.weight = torch.nn.Parameter(spread)
     assert parallel.is_spread(model)
     assert not parallel.is_spread(torch.nn.Linear(2, 2))
+    assert parallel.is_spread(
+        FullyShardedDataParallel(
+            torch.nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
+        )
+    )
+
+
+def test_weights_that_lie_elsewhere_can_be_told_from_others(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=group, rank=0, world_size=1)
+    model = talkative_model()
+    scorer = Scorer(model, word_tokenizer(), TASK, DATA)
+    whole = run_identity(scorer)
+    weight = model.lm_head.weight
+    mesh = init_device_mesh("cpu", (1,))
+    model.lm_head.weight = torch.nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
+    assert run_identity(scorer) == whole
+    model.lm_head.weight = torch.nn.Parameter(distribute_tensor(weight.detach() + 1, mesh, [Shard(0)]))
+    assert run_identity(scorer) != whole
+    # As accelerate leaves those that it moved to the main memory or to the disk.
+    model.lm_head.weight = torch.nn.Parameter(weight.detach().to("meta"))
+    assert run_identity(scorer) != whole

@@ -84,6 +84,9 @@ def is_spread(model: nn.Module) -> bool:
     Returns:
         True for tensor parallel and FSDP models.
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters()) or any(
+        isinstance(module, FullyShardedDataParallel) for module in model.modules()
+    )

@@ -35,6 +35,7 @@ def run_identity(scorer: Scorer) -> dict[str, Any]:
         "weights": _weights_digest(scorer.model),
         "task": _digest(dataclasses.asdict(scorer.task)),
         "data": _digest([[each.text, *each.choices] for each in items]),
+        "tokens": _digest([scorer.prompts, scorer.label_tokens]),
         "answer_tokens": scorer.answer_tokens,
     }
 
@@ -47,7 +48,10 @@ def _weights_digest(model: nn.Module) -> str:
     """A digest of a few values of every weight: enough to tell models, checkpoints and types apart."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()[:8].float().tolist()
+        # Those spread over processes are put together, one at a time; of those offloaded the shape has to do.
+        whole: Any = parameter.detach()
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        values = None if whole.is_meta else whole.flatten()[:8].float().tolist()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values}\n".encode())
     return digest.hexdigest()[:32]
 
@@ -55,12 +59,13 @@ def _weights_digest(model: nn.Module) -> str:
 class PointLog:
     """Evaluated points, each on the disk before the next is begun.
 
-    The first line says which run the file belongs to. A last line that was cut off by a crash is dropped. With several
-    processes the first one reads and writes, and all know the same points.
+    The first line says which run the file belongs to. A last line that was cut off by a crash is dropped. Of the
+    processes of `torch.distributed` the first one reads and writes, and all know the same points; other runs are kept
+    out while one has the file open.
     """
 
     SCHEMA = "zerotuning/points"
-    VERSION = 2
+    VERSION = 3
 
     def __init__(self, path: str | os.PathLike[str] | None, run: Mapping[str, Any]) -> None:
         """Prepare; files are touched by `with` only.
@@ -78,16 +83,18 @@ class PointLog:
         """Read what is there and open the file for appending.
 
         Raises:
-            ValueError: It belongs to another run or to another version of this package, or a line other than the last
-                is damaged.
-            OSError: The file cannot be read or written.
+            ValueError: It is another kind of file, belongs to another run or to another version of this package, or a
+                line was damaged or altered.
+            OSError: The file cannot be read or written, or another run has it open.
         """
         if self.path is None:
             return self
         content = self._shared()
         whole = content[: content.rfind(b"\n") + 1]
+        # Without a line of its own it must be the beginning of ours.
+        lines = whole.splitlines() or ([] if _line(self._header).startswith(content) else [content])
         try:
-            for number, line in enumerate(whole.splitlines(), start=1):
+            for number, line in enumerate(lines, start=1):
                 self._read(number, line)
             if self._file is not None:
                 if len(whole) < len(content):
@@ -113,9 +120,11 @@ class PointLog:
         failure = None
         if parallel.is_first() and self.path is not None:
             try:
-                content = self.path.read_bytes() if self.path.exists() else b""
                 self._file = self.path.open("ab")
+                _lock(self._file, self.path)
+                content = self.path.read_bytes()
             except OSError as error:
+                self.__exit__(None, None, None)
                 failure = error
         # Told to the others before it is raised, as they would wait for ever.
         found = parallel.from_first(None if failure else content)
@@ -150,14 +159,13 @@ class PointLog:
         self._points[key] = predictions
         if self._file is not None:
             flat = [value for each in predictions.label_log_probs for value in each]
-            self._write(
-                {
-                    "config": key,
-                    "parsed": list(predictions.parsed),
-                    "label_log_probs": _pack(flat),
-                    "entropies": _pack(predictions.entropies),
-                }
-            )
+            record = {
+                "config": key,
+                "parsed": list(predictions.parsed),
+                "label_log_probs": _pack(flat),
+                "entropies": _pack(predictions.entropies),
+            }
+            self._write({**record, "sha256": _digest(record)})
 
     def answers(
         self,
@@ -178,43 +186,65 @@ class PointLog:
         Returns:
             One set of answers for each configuration.
         """
-        missing = []
-        for config in configs:
-            if self.get(config.fingerprint) is not None:
+        missing: dict[str, ZeroTuningConfig] = {}
+        keys = [config.fingerprint for config in configs]
+        for key, config in zip(keys, configs, strict=True):
+            if self.get(key) is not None:
                 advance(len(scorer.prompts))
-            elif config not in missing:
-                missing.append(config)
-        for first in range(0, len(missing), configs_per_pass):
-            group = missing[first : first + configs_per_pass]
-            for config, predictions in zip(group, scorer.predict(group, advance=advance), strict=True):
-                self.append(config.fingerprint, predictions)
-        return [self._points[config.fingerprint] for config in configs]
+            else:
+                missing.setdefault(key, config)
+        wanted = list(missing.items())
+        for first in range(0, len(wanted), configs_per_pass):
+            group = dict(wanted[first : first + configs_per_pass])
+            for key, predictions in zip(group, scorer.predict(list(group.values()), advance=advance), strict=True):
+                self.append(key, predictions)
+        return [self._points[key] for key in keys]
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._file.write(_line(record))
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def _read(self, number: int, line: bytes) -> None:
         try:
             record = json.loads(line)
-            if number > 1:
-                self._points[record["config"]] = _predictions(record)
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{self.path}, line {number}, is damaged; delete the file to start anew") from None
-        if number == 1 and record != self._header:
+            intact = number == 1 or record.pop("sha256") == _digest(record)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            record, intact = None, number == 1
+        if not intact:
+            raise ValueError(f"{self.path}, line {number}, is damaged or was altered; delete the file to start anew")
+        if number > 1:
+            self._points[record["config"]] = _predictions(record)
+        elif record != self._header:
             if not isinstance(record, dict) or record.get("schema") != self.SCHEMA:
-                raise ValueError(f"{self.path} is no file of calibration points")
+                raise ValueError(f"{self.path} is no file of calibration points; it is left as it is")
             if record.get("version") != self.VERSION:
                 raise ValueError(
                     f"{self.path} has version {record.get('version')!r} of the file of calibration points and this "
-                    f"zerotuning continues version {self.VERSION} (version 1 holds no entropies): give another file, "
-                    "or delete it"
+                    f"zerotuning continues version {self.VERSION}: give another file, or delete it"
                 )
             wrong = ", ".join(sorted(key for key in self._header if record.get(key) != self._header[key]))
             raise ValueError(
                 f"{self.path} was made for another run (different {wrong}); give another file, or delete it"
             )
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _lock(file: Any, path: Path) -> None:
+    """Keep other runs out, as two of them would write into each other's lines."""
+    try:
+        import fcntl
+    except ImportError:  # there is none on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(f"{path} is in use by another run; wait for it, or give another file") from None
+    except OSError:  # some network file systems have no locks
+        return
 
 
 def _pack(values: Sequence[float]) -> str:
@@ -223,19 +253,13 @@ def _pack(values: Sequence[float]) -> str:
 
 
 def _unpack(text: str) -> list[float]:
-    data = base64.b64decode(text, validate=True)
-    if not data or len(data) % 4:
-        raise ValueError("no float32 numbers")
     import numpy as np
 
-    return [float(value) for value in np.frombuffer(data, dtype="<f4")]
+    return [float(value) for value in np.frombuffer(base64.b64decode(text), dtype="<f4")]
 
 
 def _predictions(record: Mapping[str, Any]) -> Predictions:
-    parsed = tuple(int(label) for label in record["parsed"])
-    flat, entropies = _unpack(record["label_log_probs"]), _unpack(record["entropies"])
-    labels, rest = divmod(len(flat), len(parsed))
-    if len(entropies) != len(parsed) or rest or not labels:
-        raise ValueError("counts do not agree")
+    parsed, flat = tuple(record["parsed"]), _unpack(record["label_log_probs"])
+    labels = len(flat) // len(parsed)
     rows = [tuple(flat[first : first + labels]) for first in range(0, len(flat), labels)]
-    return Predictions(parsed, tuple(rows), tuple(entropies))
+    return Predictions(parsed, tuple(rows), tuple(_unpack(record["entropies"])))
