@@ -61,6 +61,14 @@ def more_is_better(monkeypatch):
 
 
 @pytest.mark.usefixtures("more_is_better")
+def test_a_grid_without_the_direction_of_the_profile_is_told():
+    result = run(heads="profile", grid=[0.5])
+    assert set(result.profile.select().values()) == {1}
+    assert result.config.is_identity
+    assert any("no factor in the direction" in each for each in result.warnings)
+
+
+@pytest.mark.usefixtures("more_is_better")
 def test_edge_of_the_grid_is_told():
     result = run(grid=[0.5, 2.0, 4.0])
     assert result.gamma == 4.0
@@ -136,6 +144,10 @@ def test_temperature_as_a_baseline():
     model = talkative_model()
     result = run(model, operator="query", grid=[0.5, 2.0], metric="constrained_accuracy")
     assert result.config.mode == "query"
+    profiled = run(model, operator="query", grid=[0.5, 2.0], heads="profile", configs_per_pass=3)
+    assert (profiled.config.mode, profiled.profile.operator) == ("query", "query")
+    with pytest.raises(ValueError, match="operator is 'exact', but the profile is of 'query'"):
+        run(model, heads="profile", profile=profiled.profile)
     with pytest.raises(ValueError, match="the gradient is of 'exact'"):
         run(model, operator="query", heads="profile", method="gradient")
 

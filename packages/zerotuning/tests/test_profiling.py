@@ -83,6 +83,15 @@ def test_table_and_json():
     assert profile((1.0, 2.0)).table.tolist() == [[1, 2], [1, 2]]
     for each in (pairs, PROFILE):
         assert HeadProfile.from_json(json.loads(json.dumps(each.to_json(), allow_nan=False))) == each
+    old = PROFILE.to_json()
+    del old["operator"]
+    assert HeadProfile.from_json(old) == PROFILE
+    for wrong in (
+        {"granularity": "heads"}, {"metric": None}, {"operator": "other"}, {"layers": [0, 2]}, {"items": 0},
+        {"deltas": [math.nan] * 10}, {"gamma_probe": "2"}, {"p_values": None}, {"shape": [2]},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="no head profile"):
+            HeadProfile.from_json({**PROFILE.to_json(), **wrong})
     with pytest.raises(ValueError, match="no head profile"):
         HeadProfile.from_json({})
     with pytest.raises(ValueError, match="3 deltas"):
@@ -140,6 +149,8 @@ def test_resumed_profile_is_the_same(tmp_path):
         ({"tolerance": "example", "metric": "entropy"}, "counts no examples"),
         ({"layers": [3]}, "layer 3 does not exist"),
         ({"layers": []}, "layers is empty"),
+        ({"operator": "other"}, "operator"),
+        ({"configs_per_pass": 0}, "configs_per_pass is 0"),
     ],
 )
 def test_bad_options(options, message):

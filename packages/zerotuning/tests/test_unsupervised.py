@@ -1,10 +1,13 @@
+import dataclasses
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_task import TASK, answers, sink_model, talkative_model, word_tokenizer
 from zerotuning import DEFAULT_GRID, Example, ZeroTuningConfig, calibrate, reweight
-from zerotuning.metrics import histogram_entropy
+from zerotuning.metrics import UNPARSED, histogram_entropy
 from zerotuning.scoring import Scorer, distribution_entropy
 
 TEXTS = [" ".join([word] * 3) for word in ("w0", "w1")] * 50
@@ -44,6 +47,18 @@ def test_entropy_of_a_row_is_not_monotone_in_gamma():
     assert found == pytest.approx([0.876092, 0.964963, 1.054920, 1.098612, 1.039721], abs=1e-6)
     # The maximum is where a_0' / (1 - a_0') = exp(-H_rest), here 1 / 2.
     assert max(found) == pytest.approx(math.log(3))
+
+
+@given(st.floats(0.05, 0.9), st.floats(0.05, 0.95))
+def test_entropy_is_greatest_where_the_rest_says(initial, share):
+    rest = torch.tensor([share, 1 - share], dtype=torch.float64)
+    weights = torch.cat([torch.tensor([initial], dtype=torch.float64), (1 - initial) * rest])
+    at = -float(distribution_entropy(rest.log())) - math.log(initial / (1 - initial))
+    below, greatest, above = (
+        float(distribution_entropy(reweight(weights[None, None, None], torch.tensor([at + step]).double()).log()))
+        for step in (-0.05, 0, 0.05)
+    )
+    assert max(below, above) < greatest
 
 
 def test_entropy_of_impossible_outcomes():
@@ -102,6 +117,31 @@ def test_collapse_is_refused():
     assert result.config.is_identity
     [warning] = result.warnings
     assert "collapse onto few labels" in warning
+
+
+@pytest.mark.parametrize(
+    ("vanilla", "best", "kept"),
+    [
+        # Entropies of 3:7 and 1:9 are 88 % and 47 % of that of 1:1.
+        ([0] * 5 + [1] * 5, [0] * 3 + [1] * 7, True),
+        ([0] * 5 + [1] * 5, [0] * 1 + [1] * 9, False),
+        ([0] * 10, [1] * 10, True),
+        # Nothing but a few answers parses any more; or at last all do.
+        ([0] * 5 + [1] * 5, [0, 1] + [UNPARSED] * 8, False),
+        ([0, 1] + [UNPARSED] * 8, [0] * 5 + [1] * 5, True),
+        ([0] * 5 + [1] * 5, [UNPARSED] * 10, False),
+    ],
+)
+def test_how_far_answers_may_collapse(monkeypatch, vanilla, best, kept):
+    def predict(self, configs, *, advance):
+        found = {1.0: (vanilla, 1.0), 2.0: (best, 0.5), 3.0: (vanilla, 0.8)}
+        chosen = [found[round(float(config.log_gamma[0, 0].exp()), 3)] for config in configs]
+        return [dataclasses.replace(answers(parsed, vanilla), entropies=(value,) * 10) for parsed, value in chosen]
+
+    monkeypatch.setattr(Scorer, "predict", predict)
+    result = run(talkative_model(), TEXTS[:10], grid=[2.0, 3.0])
+    assert result.gamma == (2.0 if kept else 1.0)
+    assert any("collapse" in each for each in result.warnings) == (not kept)
 
 
 def test_an_edge_of_the_grid_is_refused():

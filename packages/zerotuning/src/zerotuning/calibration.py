@@ -27,6 +27,7 @@ from zerotuning.profiling import (
     UnitKind,
     as_examples,
     check_data,
+    check_passes,
     check_selection,
     unit_config,
 )
@@ -42,7 +43,7 @@ DEFAULT_GRID = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.5, 
 CalibrationMode = Literal["supervised", "unsupervised"]
 
 REFINEMENTS = 6
-"""Factors that refinement tries: enough to narrow two steps of the default grid to a twelfth."""
+"""Factors that refinement tries: they narrow the two steps around the best factor of the grid to an eleventh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +162,7 @@ def calibrate(
         task: What to ask.
         mode: `"supervised"` maximises `metric`; `"unsupervised"` minimises `objective`, and keeps gamma 1, with a
             warning, where the minimum cannot be trusted: at an edge of the grid, or where answers collapse onto few
-            labels (the entropy of how they spread falls by more than half).
+            labels (the entropy of how they spread, or the number of those that parse, falls by more than half).
         metric: What to maximise. Ties go to the gamma nearest 1.
         objective: What to minimise: mean entropy over the vocabulary, or over the label words.
         heads: `"uniform"` scales all heads; `"profile"` profiles units of heads and scales the effective ones.
@@ -190,8 +191,8 @@ def calibrate(
 
     Raises:
         ValueError: Empty data, single-class data or missing labels in the supervised mode, factors that are not finite
-            and above 0, an unknown option, a profile of a model of another shape, or a `resume` file that belongs to
-            another run.
+            and above 0, an unknown option, a profile of a model of another shape or of another operator, or a `resume`
+            file that belongs to another run.
         RuntimeError: The model gave NaN under a configuration.
     """
     for name, value, offered in (
@@ -202,8 +203,7 @@ def calibrate(
     ):
         if value not in offered:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, offered))}")
-    if configs_per_pass < 1:
-        raise ValueError(f"configs_per_pass is {configs_per_pass}; it must be at least 1")
+    check_passes(configs_per_pass)
     check_selection(p, combine)
     criterion: Criterion = metric if mode == "supervised" else objective
     examples = as_examples(data)
@@ -217,6 +217,8 @@ def calibrate(
                 f"profile is of {profile.shape[0]} layers of {profile.shape[1]} query heads; the model has "
                 f"{identity.layers} of {identity.query_heads}"
             )
+        if profile.operator != operator:
+            raise ValueError(f"operator is {operator!r}, but the profile is of {profile.operator!r}")
         granularity, layers = profile.granularity, profile.layers
     gammas = _checked_grid(grid)
     profiled: Criterion = "log_likelihood" if method == "gradient" and mode == "supervised" else criterion
@@ -253,6 +255,8 @@ def calibrate(
             if not signs:
                 warnings.append("no head changed the metric beyond its tolerance; nothing is scaled")
             gammas = _one_direction(gammas, signs, combine)
+            if signs and gammas == [1.0]:
+                warnings.append("the grid has no factor in the direction that the chosen units want; nothing is scaled")
 
         def config_of(gamma: float, meta: Mapping[str, Any] | None = None) -> ZeroTuningConfig:
             if heads == "uniform":
@@ -351,9 +355,10 @@ def _choose(
             f"the entropy is lowest at gamma {best.gamma:g}, an edge of the grid, where answers may only degenerate; "
             "gamma 1 is kept"
         )
-    if spread < 0.5 * before:
+    # A collapse onto no label leaves a few answers that parse, and these may spread as before.
+    if spread < 0.5 * before or 2 * sum(best.label_counts) < sum(vanilla.label_counts):
         doubts.append(
-            f"at gamma {best.gamma:g}, where the entropy is lowest, answers collapse onto few labels (counts "
+            f"at gamma {best.gamma:g}, where the entropy is lowest, answers collapse onto few labels or none (counts "
             f"{list(best.label_counts)}, untouched {list(vanilla.label_counts)}); gamma 1 is kept"
         )
     return (vanilla if doubts else best), doubts

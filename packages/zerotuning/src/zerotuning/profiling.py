@@ -7,6 +7,7 @@ all its heads. A unit is "up-effective" if the metric rises with more attention 
 """
 
 import dataclasses
+import functools
 import math
 import os
 import random
@@ -35,6 +36,14 @@ Combine = Literal["dominant", "up", "down", "both", "random"]
 Method = Literal["exhaustive", "gradient"]
 Tolerance = Literal["example", "sign_test"]
 Kind = Literal["up", "down", "neutral"]
+
+_OFFERED = {
+    "granularity": get_args(UnitKind),
+    "method": get_args(Method),
+    "metric": get_args(Criterion),
+    "tolerance": get_args(Tolerance),
+    "operator": get_args(Mode),
+}
 
 NEUTRAL_P = 0.1
 """From this p-value of the paired sign test on, a unit is neutral."""
@@ -92,6 +101,7 @@ class HeadProfile:
         tolerance: When a unit is neutral: `"example"`, a change of at most one item, or `"sign_test"`, a p-value of
             10 % or more.
         items: Number of items.
+        operator: See `ZeroTuningConfig.mode`.
     """
 
     granularity: UnitKind
@@ -105,20 +115,32 @@ class HeadProfile:
     p_values: tuple[float, ...]
     tolerance: Tolerance
     items: int
+    operator: Mode = "exact"
 
     def __post_init__(self) -> None:
-        """Check the counts.
+        """Check what a file may have wrong.
 
         Raises:
-            ValueError: There are not as many deltas or p-values as units.
+            ValueError: An option that is not offered, a layer that does not exist, a number that is not finite, or not
+                as many deltas or p-values as units.
         """
+        _check_offered(
+            granularity=self.granularity,
+            method=self.method,
+            metric=self.metric,
+            tolerance=self.tolerance,
+            operator=self.operator,
+        )
+        numbers = (self.gamma_probe, self.baseline, *self.deltas, *self.p_values)
+        if not all(map(math.isfinite, numbers)) or self.items < 1 or not set(self.layers) <= set(range(self.shape[0])):
+            raise ValueError("a number is not finite, there are no items, or a layer does not exist")
         if not len(self.units) == len(self.deltas) == len(self.p_values):
             raise ValueError(
                 f"{len(self.units)} units have {len(self.deltas)} deltas and {len(self.p_values)} p_values; there must "
                 "be one of each for every unit"
             )
 
-    @property
+    @functools.cached_property
     def units(self) -> tuple[Unit, ...]:
         """The units, by layer first."""
         return profile_units(self.granularity, self.shape, self.layers)
@@ -130,6 +152,10 @@ class HeadProfile:
         for unit, delta in zip(self.units, self.deltas, strict=True):
             table[_places(self.granularity, unit, self.layers)] = delta
         return table
+
+    @functools.cached_property
+    def _places_of_units(self) -> dict[Unit, int]:
+        return {unit: index for index, unit in enumerate(self.units)}
 
     def kind(self, unit: Unit) -> Kind:
         """Whether a unit wants more attention on the initial token, less, or does not matter.
@@ -143,9 +169,9 @@ class HeadProfile:
         Raises:
             ValueError: There is no such unit.
         """
-        if unit not in self.units:
+        index = self._places_of_units.get(unit)
+        if index is None:
             raise ValueError(f"unit is {unit!r}; it must be one of the {len(self.units)} units of the profile")
-        index = self.units.index(unit)
         delta = self.deltas[index] if self.gamma_probe > 1 else -self.deltas[index]
         # Deltas of counts are multiples of one example, up to rounding.
         small = abs(delta) <= 1.001 / self.items if self.tolerance == "example" else self.p_values[index] >= NEUTRAL_P
@@ -226,6 +252,8 @@ class HeadProfile:
             ValueError: It is no profile.
         """
         try:
+            # Profiles were of the exact operator, and did not say so.
+            body = {"operator": "exact", **body}
             fields: dict[str, Any] = {field.name: body[field.name] for field in dataclasses.fields(cls)}
             for name in ("shape", "layers", "deltas", "p_values"):
                 fields[name] = tuple(fields[name])
@@ -291,6 +319,7 @@ class HeadProfiler:
         labelled = all(example.label is not None for example in self.data)
         if metric is None:
             metric = ("accuracy" if method == "exhaustive" else "log_likelihood") if labelled else "entropy"
+        check_passes(configs_per_pass)
         check_data(self.task, self.data, metric)
         plan = ProfilePlan.of(
             ModelId.of(self.model), granularity, method, metric, gamma_probe, layers, tolerance, operator
@@ -333,17 +362,11 @@ class ProfilePlan:
         operator: Mode,
     ) -> "ProfilePlan":
         """Check the options; see `HeadProfiler.run`."""
-        for name, value, offered in (
-            ("granularity", granularity, get_args(UnitKind)),
-            ("method", method, get_args(Method)),
-            ("metric", metric, get_args(Criterion)),
-            ("tolerance", tolerance, (None, *get_args(Tolerance))),
-        ):
-            if value not in offered:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, offered))}")
+        counts = metric in ("accuracy", "constrained_accuracy")
+        tolerance = tolerance or ("example" if counts else "sign_test")
+        _check_offered(granularity=granularity, method=method, metric=metric, tolerance=tolerance, operator=operator)
         if not (math.isfinite(gamma_probe) and gamma_probe > 0 and gamma_probe != 1):
             raise ValueError(f"gamma_probe is {gamma_probe}; it must be a finite number above 0, and not 1")
-        counts = metric in ("accuracy", "constrained_accuracy")
         if method == "gradient" and counts:
             raise ValueError(f"metric is {metric!r}, which has no gradient; use 'log_likelihood' or an entropy")
         if method == "gradient" and operator != "exact":
@@ -363,7 +386,7 @@ class ProfilePlan:
             metric,
             gamma_probe,
             tuple(chosen),
-            tolerance or ("example" if counts else "sign_test"),
+            tolerance,
             operator,
         )
 
@@ -393,7 +416,7 @@ class ProfilePlan:
         Returns:
             The profile.
         """
-        vanilla = ZeroTuningConfig.uniform(self.identity, 1.0)
+        vanilla = ZeroTuningConfig.uniform(self.identity, 1.0, mode=self.operator)
         probes = [
             unit_config(self.identity, self.granularity, {unit: self.gamma_probe}, self.layers, operator=self.operator)
             for unit in self.units
@@ -456,6 +479,7 @@ class ProfilePlan:
             ),
             tolerance=self.tolerance,
             items=len(changes[0]),
+            operator=self.operator,
         )
 
 
@@ -515,6 +539,25 @@ def check_data(task: TaskSpec, data: Sequence[Example], metric: Criterion) -> No
         check_unlabelled(task, data)
     else:
         check_examples(task, data)
+
+
+def check_passes(configs_per_pass: int) -> None:
+    """Refuse less than one configuration at a time.
+
+    Args:
+        configs_per_pass: Configurations whose rows share batches.
+
+    Raises:
+        ValueError: It is below 1.
+    """
+    if configs_per_pass < 1:
+        raise ValueError(f"configs_per_pass is {configs_per_pass}; it must be at least 1")
+
+
+def _check_offered(**options: str) -> None:
+    for name, value in options.items():
+        if value not in _OFFERED[name]:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, _OFFERED[name]))}")
 
 
 def check_selection(p: float, combine: str) -> None:
