@@ -78,7 +78,7 @@ def test_calibration_without_labels(folder, tmp_path, capsys):
     shown = output(capsys, command).out
     assert "of labels  answers (yes, no)" in shown
     assert "parsed" not in shown
-    assert run([*command, "--mode", "supervised"]) == 1
+    assert run([*command[:-4], "--mode", "supervised"]) == 1
     assert "no 'label'" in capsys.readouterr().err
 
 
@@ -123,14 +123,14 @@ def test_options_reach_the_functions(folder, tmp_path, capsys, monkeypatch):
         told.update(options)
         raise ValueError("noted")
 
-    common = ["--granularity", "layer", "--method", "gradient", "--gamma-probe", "3", "--tolerance", "sign_test"]
+    common = ["--granularity", "layer", "--gamma-probe", "3", "--tolerance", "sign_test"]
     common += ["--operator", "query", "--layers", "0,2", "--batch-rows", "5", "--configs-per-pass", "2"]
-    values = {"granularity": "layer", "method": "gradient", "gamma_probe": 3.0, "tolerance": "sign_test"}
+    values = {"granularity": "layer", "gamma_probe": 3.0, "tolerance": "sign_test"}
     values |= {"operator": "query", "layers": [0, 2], "batch_rows": 5, "configs_per_pass": 2, "progress": True}
     own = ["--p", "0.7", "--combine", "random", "--seed", "4", "--metric", "log_likelihood", "--refine"]
-    own += ["--answer-tokens", "2", "--objective", "label_entropy", "--resume", "points"]
+    own += ["--answer-tokens", "2", "--method", "gradient", "--resume", "points"]
     own_values = {"p": 0.7, "combine": "random", "seed": 4, "metric": "log_likelihood", "refine": True}
-    own_values |= {"answer_tokens": 2, "objective": "label_entropy", "resume": Path("points"), "heads": "profile"}
+    own_values |= {"answer_tokens": 2, "method": "gradient", "resume": Path("points"), "heads": "profile"}
     monkeypatch.setattr("zerotuning.calibration.calibrate", note)
     assert run(on(folder, "calibrate", "--out", str(tmp_path / "c.json"), *common, *own)) == 1
     assert {name: told[name] for name in values | own_values} == values | own_values
@@ -287,6 +287,9 @@ def test_damaged_profiles_are_refused(tmp_path, capsys):
         (tmp_path / "p.json").write_text(json.dumps({**body, **change}))
         assert run(command) == 1
         assert message in capsys.readouterr().err
+    (tmp_path / "p.json").write_text('{"schema": "zerotuning/calibration", "version": 2}')
+    assert run(command) == 1
+    assert "reads version 1" in capsys.readouterr().err
     (tmp_path / "p.json").write_text("[]")
     assert run(command) == 1
     assert "holds no JSON object" in capsys.readouterr().err
@@ -304,6 +307,10 @@ def test_damaged_profiles_are_refused(tmp_path, capsys):
         (["profile", "--data", "{folder}/data.jsonl", "--out", "o", "--method", "x"], 2, "none of exhaustive"),
         (["profile", "--data", "{folder}/data.jsonl", "--out", "o", "--metric", "x"], 2, "none of accuracy"),
         (["profile", "--data", "{folder}/data.jsonl", "--out", "o", "--layers", "3-1"], 2, "no list of layers"),
+        (["profile", "--data", "{folder}/data.jsonl", "--out", "o", "--layers", "0-99999999999"], 2, "no model has"),
+        (["generate", "\udc80", "--config", "{folder}/config.json"], 2, "no text in the encoding"),
+        (["generate", "w", "--config", "{folder}/config.json", "--model", ""], 1, "there is no such folder"),
+        (["eval", "--data", "d", "--config", "c", "--baseline", "random_heads", "--seed", "-1"], 2, "'--seed'"),
         (["profile", "--data", "{folder}/data.jsonl", "--out", "o", "--tolerance", "x"], 2, "none of example"),
         (["eval", "--data", "d.jsonl", "--config", "c", "--baseline", "act"], 2, "none of contextual"),
         (["calibrate", "--data", "{folder}/data.jsonl", "--out", "o", "--task", "no.json"], 1, "no.json"),
@@ -341,6 +348,65 @@ def test_what_goes_wrong(folder, capsys, arguments, code, message):
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+SUPERVISED, UNSUPERVISED = ("--mode", "supervised"), ("--mode", "unsupervised")
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "idle"),
+    [
+        ("calibrate", SUPERVISED, ["--objective", "entropy"]),
+        ("calibrate", UNSUPERVISED, ["--metric", "accuracy"]),
+        *(
+            ("calibrate", ("--heads", "uniform"), idle)
+            for idle in (
+                ["--granularity", "layer"],
+                ["--method", "gradient"],
+                ["--gamma-probe", "2"],
+                ["--tolerance", "sign_test"],
+                ["--p", "0.4"],
+                ["--combine", "up"],
+                ["--seed", "1"],
+            )
+        ),
+        *(
+            ("calibrate", ("--profile", "p.json"), idle)
+            for idle in (
+                ["--granularity", "layer"],
+                ["--method", "gradient"],
+                ["--gamma-probe", "2"],
+                ["--tolerance", "example"],
+                ["--layers", "0"],
+            )
+        ),
+        ("calibrate", ("--combine", "up"), ["--seed", "1"]),
+        ("profile", ("--method", "gradient"), ["--resume", "points"]),
+        ("profile", ("--method", "gradient"), ["--configs-per-pass", "2"]),
+        ("eval", ("--baseline", "contextual", "--config", "c.json"), ["--seed", "1"]),
+    ],
+)
+def test_options_without_an_effect_are_refused(capsys, verb, given, idle):
+    out = [] if verb == "eval" else ["--out", "o.json"]
+    assert run([verb, "--data", "missing.jsonl", *out, *given, *idle]) == 2
+    captured = capsys.readouterr()
+    assert f"Invalid value for {idle[0]}: it is of no account" in captured.err
+    # Without it nothing is wrong but that there are no data.
+    assert run([verb, "--data", "missing.jsonl", *out, *given]) == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "files", "told"),
+    [
+        ("calibrate", {"data": "d.jsonl", "out": "./d.jsonl"}, "--out: d.jsonl is what --data"),
+        ("calibrate", {"data": "d.jsonl", "out": "c.png", "plot": "c.png"}, "--plot: c.png is what --out"),
+        ("calibrate", {"data": "d.jsonl", "out": "p.json", "profile": "p.json"}, "--profile: p.json is what --out"),
+        ("profile", {"data": "d.jsonl", "out": "p.json", "resume": "p.json"}, "--resume: p.json is what --out"),
+    ],
+)
+def test_one_file_for_two_purposes_is_refused(capsys, verb, files, told):
+    assert run([verb, *(part for name, file in files.items() for part in (f"--{name}", file))]) == 2
+    assert f"Invalid value for {told} names too" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_one_line(folder, tmp_path, capsys, monkeypatch):

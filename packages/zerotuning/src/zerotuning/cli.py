@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,15 @@ import typer
 from zerotuning.tasks import TASKS, TaskSpec
 
 if TYPE_CHECKING:
+    from typer import Context
+
     from zerotuning.calibration import CalibrationResult
     from zerotuning.config import ModelId, ZeroTuningConfig
     from zerotuning.profiling import HeadProfile
+
+if not TYPE_CHECKING:
+    # What typer gives to a command is not of its own class but of the base.
+    Context = typer.Context.__base__
 
 app = typer.Typer(
     help="Re-weight the attention to the initial token of a frozen language model, per head.",
@@ -41,6 +48,13 @@ _PROFILE_SCHEMA = "zerotuning/profile"
 _CALIBRATION_SCHEMA = "zerotuning/calibration"
 
 _SHOWN_UNITS = 40
+
+_MOST_LAYERS = 10_000
+"""Far above any model, and few enough to be listed."""
+
+# Options of 'calibrate', by what they are about.
+_OF_PROFILING = ("granularity", "method", "gamma_probe", "tolerance")
+_OF_SELECTION = ("p", "combine")
 
 
 def _alternatives(names: Sequence[str]) -> str:
@@ -80,7 +94,7 @@ Tolerance = Annotated[
 ]
 Operator = Annotated[str, typer.Option(help="'exact', or the variants 'key' and 'query', which are other functions.")]
 Resume = Annotated[Path | None, typer.Option(help="File of evaluated points, continued if it exists.")]
-Seed = Annotated[int, typer.Option(help="Seed of what is drawn by chance.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of what is drawn by chance.")]
 
 
 @app.command(epilog="Example: zerotuning demo --seed 1 --json")
@@ -122,6 +136,7 @@ def demo(
 
 @app.command("profile", epilog="Example: zerotuning profile --task sst2 --data dev.jsonl --out profile.json")
 def profile_command(
+    context: Context,
     data: Data,
     out: Annotated[Path, typer.Option(help="Where the profile is written, for 'calibrate --profile' and 'plot'.")],
     model: Model = None,
@@ -156,6 +171,9 @@ def profile_command(
     _check_profile_options(method, granularity, tolerance, operator)
     if metric is not None:
         _choice("--metric", metric, _CRITERIA)
+    if method == "gradient":
+        _refuse_idle(context, ("resume", "configs_per_pass"), "to --method gradient, which is one pass")
+    _check_different_files(data=data, out=out, plot=plot, resume=resume)
     spec = _task(task, template, labels, text_column, label_column)
     chosen_layers = _layers(layers)
     examples = spec.read(data, labelled=metric not in _OBJECTIVES)[:limit]
@@ -204,6 +222,7 @@ def profile_command(
 
 @app.command("calibrate", epilog="Example: zerotuning calibrate --task sst2 --data dev.jsonl --out sst2.json")
 def calibrate_command(
+    context: Context,
     data: Data,
     out: Annotated[Path, typer.Option(help="Where the configuration is written.")],
     model: Model = None,
@@ -258,6 +277,17 @@ def calibrate_command(
         _choice(option, value, allowed)
     if profile is not None and heads == "uniform":
         raise typer.BadParameter("it says which heads to scale, and --heads uniform scales all", param_hint="--profile")
+    if mode == "supervised":
+        _refuse_idle(context, ("objective",), "to --mode supervised, which maximises --metric")
+    else:
+        _refuse_idle(context, ("metric",), "to --mode unsupervised, which minimises --objective")
+    if heads == "uniform":
+        _refuse_idle(context, (*_OF_PROFILING, *_OF_SELECTION, "seed"), "to --heads uniform, which makes no profile")
+    if profile is not None:
+        _refuse_idle(context, (*_OF_PROFILING, "layers"), "beside --profile, which has its own")
+    if combine != "random":
+        _refuse_idle(context, ("seed",), f"to --combine {combine}, which draws nothing")
+    _check_different_files(data=data, out=out, profile=profile, plot=plot, resume=resume)
     spec = _task(task, template, labels, text_column, label_column)
     gammas, chosen_layers = None if grid is None else _grid(grid), _layers(layers)
     # Before torch is loaded, so that a mistake in the data is told at once.
@@ -326,6 +356,7 @@ def calibrate_command(
 
 @app.command("eval", epilog="Example: zerotuning eval --task sst2 --data test.jsonl --config sst2.json")
 def eval_command(
+    context: Context,
     data: Annotated[Path, typer.Option(help="Labelled texts, .jsonl, .csv or .parquet.")],
     config: ConfigFile,
     model: Model = None,
@@ -355,6 +386,8 @@ def eval_command(
     names = list(dict.fromkeys(baseline or ()))
     for name in names:
         _choice("--baseline", name, _BASELINES)
+    if "random_heads" not in names:
+        _refuse_idle(context, ("seed",), "without --baseline random_heads, as nothing is drawn")
     spec = _task(task, template, labels, text_column, label_column)
     examples = spec.read(data, labelled=True)[:limit]
     from zerotuning.config import ZeroTuningConfig
@@ -447,6 +480,10 @@ def generate(
 ) -> None:
     """Continue a prompt with the untouched model and under a configuration."""
     _choice("--path", path, _PATHS)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("it is no text in the encoding of this terminal", param_hint="prompt") from None
     from zerotuning.adapter import apply
     from zerotuning.config import ZeroTuningConfig
 
@@ -484,11 +521,12 @@ def plot_command(
     from zerotuning.plots import check_picture, plot_config, plot_curve, plot_profile
 
     check_picture(out)
-    schema = _read_json(file).get("schema")
-    if schema == _PROFILE_SCHEMA:
+    body = _read_json(file)
+    if body.get("schema") == _PROFILE_SCHEMA:
         plot_profile(_read_profile(file)[0], out)
-    elif schema == _CALIBRATION_SCHEMA:
-        plot_curve(_read_json(file), out)
+    elif body.get("schema") == _CALIBRATION_SCHEMA:
+        _check_version(body, file)
+        plot_curve(body, out)
     else:
         plot_config(ZeroTuningConfig.load(file), out)
     _print({"picture": str(out)} if as_json else f"picture: {out}")
@@ -532,6 +570,28 @@ def _choice(option: str, value: str, allowed: Sequence[str]) -> None:
         raise typer.BadParameter(f"{value!r} is none of {', '.join(allowed)}", param_hint=option)
 
 
+def _refuse_idle(context: Context, names: Sequence[str], why: str) -> None:
+    """Options that would be ignored: who gives them expects an effect."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"it is of no account {why}; leave it out", param_hint=_option(name))
+
+
+def _check_different_files(**files: Path | None) -> None:
+    """One file for two purposes: the one would overwrite the other."""
+    seen: dict[str, str] = {}
+    for name, path in files.items():
+        if path is not None:
+            other = seen.setdefault(os.path.realpath(path), name)
+            if other != name:
+                raise typer.BadParameter(f"{path} is what {_option(other)} names too", param_hint=_option(name))
+
+
+def _option(parameter: str) -> str:
+    return "--" + parameter.replace("_", "-")
+
+
 def _check_profile_options(method: str, granularity: str, tolerance: str | None, operator: str) -> None:
     for option, value, allowed in (
         ("--method", method, ("exhaustive", "gradient")),
@@ -558,7 +618,10 @@ def _layers(text: str | None) -> list[int] | None:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise typer.BadParameter(f"{text!r} is no list of layers such as '0-9,12'", param_hint="--layers")
-        found += range(int(first), int(last if dash else first) + 1)
+        stretch = range(int(first), int(last if dash else first) + 1)
+        if stretch.stop > _MOST_LAYERS:
+            raise typer.BadParameter(f"no model has a layer {stretch.stop - 1}", param_hint="--layers")
+        found += stretch
     return found
 
 
@@ -609,6 +672,13 @@ def _save_profile(profile: "HeadProfile", model: "ModelId", task: str, path: Pat
     return body
 
 
+def _check_version(body: Mapping[str, Any], path: Path) -> None:
+    if body.get("version") != 1:
+        raise ValueError(
+            f"{path} has version {body.get('version')!r}; this zerotuning reads version 1: install a newer one"
+        )
+
+
 def _read_profile(path: Path) -> "tuple[HeadProfile, ModelId]":
     from zerotuning.config import ModelId
     from zerotuning.profiling import HeadProfile
@@ -616,10 +686,7 @@ def _read_profile(path: Path) -> "tuple[HeadProfile, ModelId]":
     body = _read_json(path)
     if body.get("schema") != _PROFILE_SCHEMA:
         raise ValueError(f"{path} is no head profile: its 'schema' is not {_PROFILE_SCHEMA!r}")
-    if body.get("version") != 1:
-        raise ValueError(
-            f"{path} has version {body.get('version')!r}; this zerotuning reads version 1: install a newer one"
-        )
+    _check_version(body, path)
     try:
         return HeadProfile.from_json(body), ModelId(**body["model"])
     except (KeyError, TypeError, ValueError) as error:
@@ -714,8 +781,8 @@ def _load_plain(place: str | None, dtype: str | None) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # What looks like a path is one: only a plain name, with or without its owner, is asked for on the model hub.
-    if not Path(place).is_dir() and (Path(place).exists() or place[:1] in "/.~" or place.count("/") > 1):
-        raise ValueError(f"--model {place}: there is no such folder")
+    if not place or (not Path(place).is_dir() and (Path(place).exists() or place[:1] in "/.~" or place.count("/") > 1)):
+        raise ValueError(f"--model {place!r}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         both: Any = AutoModelForCausalLM.from_pretrained(
