@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from separata_testing.models import tiny_model
 from tiny_task import TASK, answers, examples, talkative_model, word_tokenizer
 from torch.distributions import Categorical
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, Lfm2Config, Lfm2ForCausalLM
@@ -14,8 +13,7 @@ from zerotuning.metrics import UNPARSED
 from zerotuning.partial import only_layers, output_forms
 from zerotuning.scoring import Predictions, Scorer, batch_sizes
 
-EAGER = {"attn_implementation": "eager"}
-DATA = examples()
+DATA = examples(12)
 TEXTS = [example.text for example in DATA]
 
 
@@ -83,7 +81,8 @@ def test_batches_answer_as_single_prompts_do(architecture, rows):
         assert_same(found, one_by_one(model, config))
         assert_same(found, scorer.predict([config])[0])
     # Else rows under the wrong configuration would go unnoticed.
-    assert together[0].constrained != together[2].constrained
+    first, last = (torch.tensor(together[index].label_log_probs) for index in (0, 2))
+    assert (first - last).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
@@ -97,10 +96,10 @@ def test_configurations_of_the_batches_act(architecture):
             assert (model(ids).logits[0, -1] - plain).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "gemma3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
 def test_layers_below_are_run_once_and_nothing_changes(architecture):
-    # Of these the Gemma models scale their embeddings, and some have windows.
-    model = talkative_model(architecture) if architecture != "gemma2" else tiny_model("gemma2", **EAGER)
+    # Of these Gemma scales its embeddings and has windows.
+    model = talkative_model(architecture)
     several = [ZeroTuningConfig.per_layer_head(model, {(layer, head): 1e3}) for layer in (1, 2) for head in (0, 3)]
     plain, reusing = (
         Scorer(model, word_tokenizer(), TASK, TEXTS[:8], batch_rows=3, reuse_layers=reuse) for reuse in (False, True)
@@ -376,9 +375,9 @@ def test_evaluate_refuses_useless_data():
 @pytest.mark.parametrize(
     ("vanilla", "tuned", "verdict"),
     [
-        ((0,) * 24, (0, 1) * 12, "helped"),
-        ((0, 1) * 12, (0,) * 24, "hurt"),
-        ((0, 1) * 12, (0, 1) * 12, "no difference shown"),
+        ((0,) * 12, (0, 1) * 6, "helped"),
+        ((0, 1) * 6, (0,) * 12, "hurt"),
+        ((0, 1) * 6, (0, 0, 0, 1) * 3, "no difference shown"),
     ],
 )
 def test_verdict(vanilla, tuned, verdict):
