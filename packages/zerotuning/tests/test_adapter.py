@@ -485,6 +485,36 @@ class TestBadInput:
             with pytest.raises(RuntimeError, match="outside a forward of its decoder"):
                 llama.model.layers[0](states, position_embeddings=rotary)
 
+    def test_layers_that_their_model_keeps_arguments_from(self):
+        from transformers import StableLmConfig, StableLmForCausalLM
+
+        config = StableLmConfig(
+            vocab_size=500, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = StableLmForCausalLM(config).eval()
+        ids, mask = tokens(1, 6), torch.ones(1, 8, dtype=torch.long)
+        mask[:, :2] = 0
+        padded = torch.nn.functional.pad(ids, (2, 0))
+        plain = logits(model, ids)
+        with apply(model, ZeroTuningConfig.uniform(model, 6.0)):
+            tuned = logits(model, ids)
+            torch.testing.assert_close(logits(model, padded, attention_mask=mask)[:, 2:], tuned, atol=1e-5, rtol=0)
+            with pytest.raises(ValueError, match="dimensions"):
+                logits(model, ids, attention_mask=mask[None])
+            states = torch.randn(1, 6, 32)
+            rotary = model.model.rotary_emb(states, torch.arange(6)[None])
+            with pytest.raises(RuntimeError, match="outside a forward of its decoder"):
+                model.model.layers[0](states, position_embeddings=rotary)
+            # A forward within another stands for two threads.
+            handle = model.model.layers[1].register_forward_pre_hook(lambda *_: logits(model, ids))
+            with pytest.raises(RuntimeError, match="several forwards run at once"):
+                logits(model, ids)
+            handle.remove()
+            assert torch.equal(logits(model, ids), tuned)
+        assert (tuned - plain).abs().max() > 1e-4
+
     def test_what_sdpa_cannot_do_names_the_way_out(self, llama):
         # Whatever the model passes on to its attention arrives there.
         with (

@@ -255,6 +255,7 @@ class Attachment:
         self.flash = False
         self.handles: list[Any] = []
         self._run = 0
+        self._running: list[_Forward] = []
 
     def _is_on(self, decoder: nn.Module) -> bool:
         # A copy of the model carries copies of the hooks, but it runs as it is.
@@ -286,11 +287,13 @@ class Attachment:
         forward = self._describe(arguments, tokens, input_ids, past, mark)
         if cache is not None:
             setattr(cache, _CACHE_MARK, self._mark(forward))
+        self._running.append(forward)
         return args, {**kwargs, FORWARD: forward}
 
     def after_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Hook: mark the cache."""
         forward = kwargs.get(FORWARD)
+        self._running = [each for each in self._running if each is not forward]
         # The decoder makes the cache itself when the caller only said `use_cache=True`.
         cache = getattr(output, "past_key_values", None)
         if cache is not None and forward is not None:
@@ -449,10 +452,18 @@ class Attachment:
         if log_gamma is None:
             return None
         if forward is None:
-            raise RuntimeError(
-                "an attention layer was run outside a forward of its decoder, so the initial token of its rows is "
-                "unknown; call the model, or detach first"
-            )
+            # Some models keep their arguments from their layers; then it can only be the one forward that runs.
+            if len(self._running) > 1:
+                raise RuntimeError(
+                    "several forwards run at once, and this model does not hand on to its layers what they need to "
+                    "know of their own; run one after the other"
+                )
+            if not self._running:
+                raise RuntimeError(
+                    "an attention layer was run outside a forward of its decoder, so the initial token of its rows is "
+                    "unknown; call the model, or detach first"
+                )
+            [forward] = self._running
         if self.mode != "query":
             self._check_packed(forward, mask)
         if log_gamma.device != query.device:
@@ -561,7 +572,7 @@ def install(model: nn.Module, attachment: Attachment) -> None:
     attachment.name = register(attachment.original)
     attachment.handles = [
         decoder.register_forward_pre_hook(attachment.before_forward, with_kwargs=True),
-        decoder.register_forward_hook(attachment.after_forward, with_kwargs=True),
+        decoder.register_forward_hook(attachment.after_forward, with_kwargs=True, always_call=True),
     ]
     for index, module in enumerate([*attention_modules(model), decoder]):
         SLOTS[module] = Slot(attachment, index)
