@@ -2,7 +2,7 @@
 
 Half of the snippets are to calibrate on, the other half to test on; all comparisons are paired, on the same test items,
 against the untouched model. The baselines: the same factors on random heads, a temperature, contextual calibration of
-the label words, PASTA with the review emphasised on the heads that the profile chose, and ACT.
+the label words, PASTA with the review emphasised on the heads that the profile chose, and ACT on these and on all.
 
 Run as `python bench_reviews.py [--json FILE] [--items 300] [--test 600] [--seed 0]`.
 """
@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -74,9 +75,12 @@ def attention(model: Any, name: str) -> Iterator[None]:
 
 
 def chosen(result: CalibrationResult) -> str:
-    heads = sorted({head for _, head in result.config.log_gamma.nonzero().tolist()})
+    pairs = result.config.log_gamma.nonzero().tolist()
+    heads = sorted({head for _, head in pairs})
     if not heads:
         return "gamma 1"
+    if result.profile is not None and result.profile.granularity == "layer_head":
+        return f"gamma {result.gamma:g} on {len(pairs)} pairs of layer and head"
     which = "all heads" if len(heads) == result.config.model_id.query_heads else f"heads {', '.join(map(str, heads))}"
     return f"gamma {result.gamma:g} on {which}"
 
@@ -127,8 +131,12 @@ def main() -> None:
     def under(config: ZeroTuningConfig) -> Predictions:
         return scorer.predict([config])[0]
 
+    # What one calibration has evaluated, the others need not.
+    points = tempfile.TemporaryDirectory()
+    known = Path(points.name, "points.jsonl")
+
     def tuned(**options: Any) -> CalibrationResult:
-        return calibrate(model, tokenizer, dev, TASK, batch_rows=ROWS, **options)
+        return calibrate(model, tokenizer, dev, TASK, batch_rows=ROWS, resume=known, **options)
 
     print(f"{len(dev)} snippets to calibrate on, {len(test)} to test on, seed {arguments.seed}, {arguments.dtype}")
     print(
@@ -145,6 +153,10 @@ def main() -> None:
     report("supervised, profiled heads", under(profiled.config), chosen(profiled))
     constrained = tuned(heads="profile", metric="constrained_accuracy")
     report("the same, by constrained accuracy", under(constrained.config), chosen(constrained))
+    for metric in ("accuracy", "constrained_accuracy"):
+        found = tuned(heads="profile", granularity="layer_head", method="gradient", metric=metric)
+        name = "pairs by gradient" if metric == "accuracy" else "the same, by constrained accuracy"
+        report(name, under(found.config), chosen(found))
     for objective in ("entropy", "label_entropy"):
         found = tuned(mode="unsupervised", objective=objective)
         report(f"unsupervised, {objective}", under(found.config), "; ".join([chosen(found), *found.warnings]))
@@ -165,7 +177,9 @@ def main() -> None:
     }
     report("PASTA", answers_inside(model, tokenizer, test, lambda marks: pasta(model, heads, marks)), "profiled heads")
     with attention(model, "eager"):
-        report("ACT", answers_inside(model, tokenizer, test, lambda _: act(model)), "all heads of layers 2 to L - 2")
+        for name, of_layers in (("profiled heads", heads), ("all heads of layers 2 to L - 2", None)):
+            report("ACT", answers_inside(model, tokenizer, test, lambda _, which=of_layers: act(model, which)), name)
+    points.cleanup()
     print(f"{time.monotonic() - began:.0f} s")
 
     if arguments.json:
