@@ -50,7 +50,8 @@ def test_it_calibrates_and_answers_as_the_functions_do(model):
     ("labels", "y", "classes"),
     [
         (TASK.labels, INDICES, [0, 1]),
-        (TASK.labels, np.array(INDICES, dtype=bool), [0, 1]),
+        (TASK.labels, np.array(INDICES, dtype=bool), [False, True]),
+        (TASK.labels, np.array(INDICES, dtype=np.uint8), [0, 1]),
         ({5: "yes", -5: "no"}, [-5 if label else 5 for label in INDICES], [-5, 5]),
         ({"good": "yes", "bad": "no"}, ["bad" if label else "good" for label in INDICES], ["bad", "good"]),
         (["yes", "no", "w1"], WORDS, ["no", "w1", "yes"]),
@@ -64,6 +65,7 @@ def test_classes_are_any_values(model, labels, y, classes):
     # Whatever stands for it, the word is the same.
     of_words = classifier(model, words, grid=(4.0,)).fit(TEXTS, WORDS)
     word_of = dict(labels) if isinstance(labels, dict) else {**dict(enumerate(words)), **{w: w for w in words}}
+    assert {type(each) for each in made.classes_.tolist()} == {type(each) for each in classes}
     assert [word_of[each] for each in made.predict(TEXTS).tolist()] == of_words.predict(TEXTS).tolist()
 
 
@@ -115,6 +117,24 @@ def test_within_cross_validation_pipelines_and_searches(model):
     assert doubled.predict(TEXTS).tolist() == alone.predict([f"{each} w1" for each in TEXTS]).tolist()
     search = GridSearchCV(classifier(model), {"grid": [(4.0,), (1.0,)]}, cv=2).fit(TEXTS, WORDS)
     assert search.best_estimator_.model is model
+
+
+def test_clones_in_threads_take_turns(model):
+    import joblib
+
+    alone = cross_val_score(classifier(model), TEXTS, WORDS, cv=3)
+    with joblib.parallel_backend("threading"):
+        together = cross_val_score(classifier(model), TEXTS, WORDS, cv=3, n_jobs=3, error_score="raise")
+    assert together.tolist() == alone.tolist()
+
+
+def test_a_fitted_one_is_pickled_with_its_model(model):
+    import pickle  # users' own way to keep estimators
+
+    made = classifier(model).fit(TEXTS, WORDS)
+    found = pickle.loads(pickle.dumps(made))
+    assert found.config_ == made.config_
+    assert np.array_equal(found.predict_proba(TEXTS), made.predict_proba(TEXTS))
 
 
 def test_the_tags_say_that_it_takes_texts(model):
@@ -183,13 +203,15 @@ def test_warnings_are_passed_on(model):
         (TASK.labels, ["a", "b"], [0, 2], "y holds 2"),
         (TASK.labels, ["a", "b"], [0.5, 0.7], "label type"),
         (TASK.labels, ["a", "b"], ["yes", "yes"], "at least two labels"),
+        (TASK.labels, [], None, "texts is empty"),
+        ([], ["a", "b"], None, r"two or more words; it is \[\]"),
         ("yes", ["a", "b"], None, "several words"),
         ({0: "yes", "1": "no"}, ["a", "b"], None, "keys of several types"),
     ],
 )
 def test_what_is_refused(model, labels, texts, y, message):
     with pytest.raises(ValueError, match=message):
-        classifier(model, labels).fit(texts, y)
+        classifier(model, labels, template=None).fit(texts, y)
 
 
 def test_predictions_run_under_the_configuration(model):

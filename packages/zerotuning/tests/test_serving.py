@@ -168,7 +168,10 @@ PLATFORM = SimpleNamespace(is_cpu=lambda: True, is_cuda_alike=lambda: False, dev
 POINTS = {
     "vllm": {"__version__": "0.1"},
     "vllm.config": {"set_current_vllm_config": contextlib.nullcontext},
-    "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+    "vllm.distributed": {
+        "get_tensor_model_parallel_rank": lambda: 0,
+        "get_tensor_model_parallel_world_size": lambda: 1,
+    },
     "vllm.forward_context": {
         "set_forward_context": set_forward_context,
         "get_forward_context": lambda: Attention.context,
@@ -218,7 +221,7 @@ def engine(*layers, **changes):
     )
     return SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(**{"enable_dbo": False, **parallel, **changes.get("parallel", {})}),
+        parallel_config=SimpleNamespace(**{"use_ubatching": False, **parallel, **changes.get("parallel", {})}),
         compilation_config=SimpleNamespace(
             static_forward_context={layer.layer_name: layer for layer in layers},
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: changes.get("graphs", False)),
@@ -416,6 +419,19 @@ def test_a_trial_run_and_a_quantised_output(points):
     assert not layer.impl.fused_qk_norm_mrope_kvcache_supported()
 
 
+@pytest.mark.parametrize("mode", ["exact", "key"])
+def test_a_trial_run_marks_no_key(points, mode):
+    """It may come when there is a cache already: the update is asked for, with nowhere to write to."""
+    layer = Attention(0)
+    serving.tune_layers(engine(layer), factors(mode))
+    key, value = torch.randn(2, 3, KV_HEADS, SIZE)
+    with set_forward_context({layer.layer_name: None}, None, {}):
+        keys, values = layer.impl.operator.keys_and_values(key, value, layer.layer_name)
+    assert torch.equal(keys[..., :SIZE], key)
+    assert torch.equal(values[..., :SIZE], value)
+    assert not keys[..., SIZE:].any()
+
+
 def test_only_touched_layers_become_wider_unless_caches_must_match(points):
     config = ZeroTuningConfig.uniform(identity(3), 2.0, layers=[1])
     layers = [Attention(index) for index in range(3)]
@@ -432,6 +448,7 @@ def test_only_touched_layers_become_wider_unless_caches_must_match(points):
 
 def test_each_rank_takes_the_factors_of_its_heads(points):
     points.setattr(sys.modules["vllm.distributed"], "get_tensor_model_parallel_rank", lambda: 1)
+    points.setattr(sys.modules["vllm.distributed"], "get_tensor_model_parallel_world_size", lambda: 2)
     layer = Attention(0, heads=HEADS // 2, kv_heads=KV_HEADS // 2)
     serving.tune_layers(engine(layer), factors("exact"))
     expected = factors("exact").log_gamma[0, HEADS // 2 :] / SCALE
@@ -514,6 +531,8 @@ def test_a_layer_made_with_unknown_arguments_is_refused(points):
 
 
 def test_other_kinds_and_numbers_of_layers_are_refused(points):
+    with pytest.raises(ValueError, match="layer 0 has 4 query heads, the configuration is for 6"):
+        serving.tune_layers(engine(Attention(0, heads=4)), factors("exact"))
     recurrent = Mamba()
     recurrent.layer_name = "model.layers.1.mixer"
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mixer is a Mamba"):
@@ -532,7 +551,7 @@ def test_other_kinds_and_numbers_of_layers_are_refused(points):
         ({"parallel": {"decode_context_parallel_size": 2}}, "context parallelism"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "context parallelism"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
-        ({"parallel": {"enable_dbo": True}}, "dual-batch overlap"),
+        ({"parallel": {"use_ubatching": True}}, "dual-batch overlap or microbatches"),
         ({"graphs": True}, "full CUDA graphs"),
     ],
 )

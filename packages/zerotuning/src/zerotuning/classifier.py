@@ -1,7 +1,9 @@
 """The method as a classifier of scikit-learn; needs the extra `sklearn`."""
 
 import copy
+import threading
 import warnings
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -26,12 +28,16 @@ except ModuleNotFoundError as _error:
 
 Labels = Sequence[str] | Mapping[Any, str]
 
+# Clones share their model, which carries one configuration at a time.
+_turns: "weakref.WeakKeyDictionary[nn.Module, threading.Lock]" = weakref.WeakKeyDictionary()
+
 
 class ZeroTuningClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # its classes have no types
     """Classifies texts by the likelihood of label words, under a configuration calibrated by `fit`.
 
     Fits into `cross_val_score`, `GridSearchCV` and `Pipeline`. `clone` copies all parameters but model and tokenizer,
-    which all clones share, as nothing here changes them: only one clone may run at a time, so leave `n_jobs` at 1.
+    which all clones share, as nothing here changes them. Clones in threads take turns; other processes, as `n_jobs` has
+    them, get a copy of the model each.
 
     Attributes:
         classes_: What `predict` answers with, sorted.
@@ -124,6 +130,8 @@ class ZeroTuningClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc
         """
         content = _texts(texts)
         words, values = self._words(y)
+        if len(words) < 2 or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"labels must be two or more words; it is {self.labels!r}")
         task = TaskSpec(name="classifier", template=self.template or _default_template(words), labels=words)
         index = {value: position for position, value in enumerate(values)}
         labels: list[int] | None = None
@@ -138,28 +146,29 @@ class ZeroTuningClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc
                     "values of y to label words"
                 )
             labels = [index[each] for each in given.tolist()]
-        result = calibrate(
-            self.model,
-            self.tokenizer,
-            [Example(text, None if labels is None else labels[number]) for number, text in enumerate(content)],
-            task,
-            mode="unsupervised" if labels is None else "supervised",
-            metric=self.metric,
-            objective=self.objective,
-            heads=self.heads,
-            granularity=self.granularity,
-            method=self.method,
-            grid=self.grid,
-            refine=self.refine,
-            layers=self.layers,
-            gamma_probe=self.gamma_probe,
-            p=self.p,
-            combine=self.combine,
-            operator=self.operator,
-            seed=self.seed,
-            batch_rows=self.batch_rows,
-            progress=self.progress,
-        )
+        with self._turn():
+            result = calibrate(
+                self.model,
+                self.tokenizer,
+                [Example(text, None if labels is None else labels[number]) for number, text in enumerate(content)],
+                task,
+                mode="unsupervised" if labels is None else "supervised",
+                metric=self.metric,
+                objective=self.objective,
+                heads=self.heads,
+                granularity=self.granularity,
+                method=self.method,
+                grid=self.grid,
+                refine=self.refine,
+                layers=self.layers,
+                gamma_probe=self.gamma_probe,
+                p=self.p,
+                combine=self.combine,
+                operator=self.operator,
+                seed=self.seed,
+                batch_rows=self.batch_rows,
+                progress=self.progress,
+            )
         for each in result.warnings:
             warnings.warn(each, stacklevel=2)
         self.classes_, order = np.unique(np.array(values), return_index=True)
@@ -189,7 +198,8 @@ class ZeroTuningClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc
             batch_rows=self.batch_rows,
             reuse_layers=False,
         )
-        [answers] = scorer.predict([self.config_])
+        with self._turn():
+            [answers] = scorer.predict([self.config_])
         return np.array(answers.label_probs, dtype=np.float64)[:, self._order]
 
     def predict(self, texts: Sequence[str] | npt.ArrayLike) -> npt.NDArray[Any]:
@@ -242,9 +252,17 @@ class ZeroTuningClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc
         if isinstance(self.labels, str):
             raise ValueError(f"labels must be several words; it is the text {self.labels!r}")  # noqa: TRY004  # as below
         words = tuple(self.labels)
+        if y is None:
+            return words, words
         # Indices stand for words unless words are given.
-        by_index = y is not None and np.asarray(y).dtype.kind in "iub"
-        return words, tuple(range(len(words))) if by_index else words
+        given = np.asarray(y).ravel().tolist()
+        if len(words) == 2 and all(isinstance(each, bool) for each in given):
+            return words, (False, True)
+        return words, tuple(range(len(words))) if all(isinstance(each, int) for each in given) else words
+
+    def _turn(self) -> threading.Lock:
+        # As one step, so that two threads get the same one.
+        return _turns.setdefault(self.model, threading.Lock())
 
 
 def _default_template(words: Sequence[str]) -> str:
@@ -257,6 +275,8 @@ def _texts(texts: Any) -> list[str]:
     content = np.asarray(texts, dtype=object)
     if content.ndim == 2 and content.shape[1] == 1:
         content = content[:, 0]
+    if content.size == 0:
+        raise ValueError("texts is empty; at least one text is needed")
     if content.ndim != 1:
         raise ValueError(f"texts must have one dimension, or one column; its shape is {content.shape}")
     for number, each in enumerate(content):

@@ -263,7 +263,12 @@ def _marks_of_step(layer_name: str, key: Tensor, columns: int) -> Tensor:
     name = (*key.shape[:2], columns, key.dtype)
     if name not in memo:
         metadata, *_ = _point("vllm.model_executor.layers.attention.attention", "get_attention_context")(layer_name)
-        initial = initial_tokens(metadata.query_start_loc, metadata.seq_lens, len(key))
+        # A trial run, as when graphs are captured or a data-parallel rank is idle, has no sequences and no slots.
+        initial = (
+            torch.zeros(len(key), dtype=torch.bool, device=key.device)
+            if metadata is None
+            else initial_tokens(metadata.query_start_loc, metadata.seq_lens, len(key))
+        )
         memo[name] = initial[:, None, None].expand(-1, key.shape[1], columns).to(key.dtype)
     marks: Tensor = memo[name]
     return marks
@@ -349,7 +354,7 @@ def check_engine(vllm_config: Any, config: ZeroTuningConfig) -> None:
         "context parallelism": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
-        "dual-batch overlap": parallel.enable_dbo,
+        "dual-batch overlap or microbatches": parallel.use_ubatching,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         'full CUDA graphs (pass compilation_config={"cudagraph_mode": "PIECEWISE"}, or enforce_eager=True)': (
             compilation.cudagraph_mode.has_full_cudagraphs()
@@ -380,10 +385,16 @@ def tune_layers(vllm_config: Any, config: ZeroTuningConfig, head_size: int | Non
     shared = config.mode == "exact" and any(layer.sliding_window is not None for layer in layers.values())
     chosen = list(layers) if shared else list(config.layers)
     rank = _point("vllm.distributed", "get_tensor_model_parallel_rank")()
+    world = _point("vllm.distributed", "get_tensor_model_parallel_world_size")()
     report: dict[str, Any] = {"mode": config.mode, "layers": chosen, "fingerprint": config.fingerprint}
     before, after = 0, 0
     for index, layer in layers.items():
         _check_layer(index, layer)
+        if layer.num_heads * world != config.model_id.query_heads:
+            raise ValueError(
+                f"layer {index} has {layer.num_heads * world} query heads, the configuration is for "
+                f"{config.model_id.query_heads} in every layer"
+            )
         size = width = layer.head_size
         if index in chosen:
             heads = config.log_gamma[index][rank * layer.num_heads : (rank + 1) * layer.num_heads]
