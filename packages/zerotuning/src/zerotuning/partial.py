@@ -2,7 +2,8 @@
 
 Layers below the first one that a configuration touches compute the same under all configurations. Their result is kept
 and put in where it is needed, whatever the modelling file does around the layers: for the length of a `with` block a
-layer that is not to run hands on its input, and the last of those below hands on the kept states.
+layer that is not to run hands on its input, and the last of those below hands on the kept states. Until then no other
+thread may run the model.
 """
 
 import contextlib
