@@ -121,8 +121,8 @@ class HeadProfile:
         """Check what a file may have wrong.
 
         Raises:
-            ValueError: An option that is not offered, a layer that does not exist, a number that is not finite, or not
-                as many deltas or p-values as units.
+            ValueError: An option that is not offered, another shape than layers and heads, a layer that does not exist,
+                a number that is not finite, or not as many deltas or p-values as units.
         """
         _check_offered(
             granularity=self.granularity,
@@ -131,8 +131,9 @@ class HeadProfile:
             tolerance=self.tolerance,
             operator=self.operator,
         )
+        layers, _ = self.shape
         numbers = (self.gamma_probe, self.baseline, *self.deltas, *self.p_values)
-        if not all(map(math.isfinite, numbers)) or self.items < 1 or not set(self.layers) <= set(range(self.shape[0])):
+        if not all(map(math.isfinite, numbers)) or self.items < 1 or not set(self.layers) <= set(range(layers)):
             raise ValueError("a number is not finite, there are no items, or a layer does not exist")
         if not len(self.units) == len(self.deltas) == len(self.p_values):
             raise ValueError(
