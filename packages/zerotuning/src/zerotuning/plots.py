@@ -154,6 +154,8 @@ def plot_curve(
     try:
         gamma = float(body["gamma"])
         points = sorted(body["curve"], key=lambda point: float(point["gamma"]))
+        if not all(0 < each < math.inf for each in (gamma, *(float(point["gamma"]) for point in points))):
+            raise ValueError("a gamma is not a finite number above 0")
         panels = [_entropy_panel(points, name) for name in _ENTROPIES]
         if body.get("metric") == "label_entropy":
             panels.reverse()
