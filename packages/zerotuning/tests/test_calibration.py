@@ -203,7 +203,6 @@ class TestPointLog:
         with PointLog(path, self.HEADER) as log:
             assert log.get("a") == answers((0, 1), (1, 1))
             assert log.get("b") is None
-            assert list(log) == ["a"]
 
     def test_half_a_line_is_dropped(self, tmp_path):
         path = tmp_path / "points.jsonl"
@@ -212,7 +211,8 @@ class TestPointLog:
         whole = path.read_bytes()
         path.write_bytes(whole + b'{"config": "b", "par')
         with PointLog(path, self.HEADER) as log:
-            assert list(log) == ["a"]
+            assert log.get("a") is not None
+            assert log.get("b") is None
         assert path.read_bytes() == whole
 
     def test_other_files_are_refused(self, tmp_path):
@@ -245,7 +245,8 @@ class TestPointLog:
                 pass
             log.append("a", answers((0,)))
         with PointLog(path, self.HEADER) as log:
-            assert list(log) == ["a"]
+            assert log.get("a") is not None
+            assert log.get("b") is None
 
     def test_a_full_disk_costs_one_point(self, tmp_path):
         path = tmp_path / "points.jsonl"
@@ -262,7 +263,8 @@ class TestPointLog:
             signal.signal(signal.SIGXFSZ, before)
         assert not path.read_bytes().endswith(b"\n")
         with PointLog(path, self.HEADER) as log:
-            assert list(log) == ["a"]
+            assert log.get("a") is not None
+            assert log.get("b") is None
 
     def test_impossible_labels_and_exact_numbers_survive(self, tmp_path):
         path = tmp_path / "points.jsonl"

@@ -362,6 +362,8 @@ def test_evaluate_pairs_the_two():
     expected = compare(DATA, one_by_one(model, vanilla), one_by_one(model, config))
     assert result == expected
     assert result.to_json()["verdict"] == result.verdict
+    with pytest.raises(ValueError, match="answer_tokens is 0"):
+        evaluate(model, word_tokenizer(), TASK, DATA, config, answer_tokens=0)
 
 
 def test_evaluate_refuses_useless_data():

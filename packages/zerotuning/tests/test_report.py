@@ -39,6 +39,7 @@ def test_choice_without_a_profile():
     untouched = ZeroTuningConfig.uniform(MODEL, 1.0)
     assert "no factor was better" in describe_choice(result(untouched))
     assert "cannot be trusted" in describe_choice(result(untouched, warnings=["...; gamma 1 is kept"]))
+    assert "no unit" in describe_choice(result(untouched, warnings=["...; nothing is scaled"]))
     assert heads_of(result(untouched)) == scaled_units(result(untouched)) == []
     many = unit_config(MODEL, "layer_head", {(layer, head): 2.0 for layer in range(3) for head in range(4)})
     assert "12 pairs" in describe_choice(result(many, "layer_head"))

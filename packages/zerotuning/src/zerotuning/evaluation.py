@@ -80,6 +80,7 @@ def evaluate(
     data: Sequence[Example],
     config: ZeroTuningConfig,
     *,
+    answer_tokens: int = 1,
     batch_rows: int = 16,
     progress: bool = False,
 ) -> Evaluation:
@@ -91,6 +92,7 @@ def evaluate(
         task: What to ask.
         data: Labelled texts that the configuration was not calibrated on.
         config: The configuration.
+        answer_tokens: How many tokens are generated to read the answer from; as in the calibration.
         batch_rows: Rows in one forward.
         progress: Show a progress bar on standard error.
 
@@ -102,7 +104,9 @@ def evaluate(
     """
     check_examples(task, data)
     config.check_fits(model)
-    scorer = Scorer(model, tokenizer, task, data, batch_rows=batch_rows, reuse_layers=False)
+    scorer = Scorer(
+        model, tokenizer, task, data, batch_rows=batch_rows, answer_tokens=answer_tokens, reuse_layers=False
+    )
     vanilla = ZeroTuningConfig.uniform(config.model_id, 1.0)
     with ProgressBar(progress, 2 * len(data), "evaluate") as advance:
         answers = [scorer.predict([each], advance=advance)[0] for each in (vanilla, config)]

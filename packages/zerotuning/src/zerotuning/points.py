@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -133,10 +133,6 @@ class PointLog:
         if found is None:
             raise OSError(f"the first process cannot read or write {self.path}")
         return found
-
-    def __iter__(self) -> Iterator[str]:
-        """The keys of all points."""
-        return iter(self._points)
 
     def get(self, key: str) -> Predictions | None:
         """A point, if it was evaluated.

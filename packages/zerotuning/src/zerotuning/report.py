@@ -33,6 +33,8 @@ def describe_choice(result: CalibrationResult) -> str:
     if result.config.is_identity:
         if any("is kept" in each for each in result.warnings):
             return "calibration kept gamma 1: the lowest entropy cannot be trusted"
+        if any("nothing is scaled" in each for each in result.warnings):
+            return "calibration chose gamma 1: no unit of heads matters beyond the tolerance"
         return "calibration chose gamma 1: no factor was better than the untouched model"
     config, profile = result.config, result.profile
     identity = config.model_id
