@@ -167,7 +167,7 @@ def test_files_are_pictures_and_the_same_each_time(tmp_path):
 
 def test_what_is_refused(tmp_path, monkeypatch):
     for wrong in ({"gamma": -1.0, "curve": [{"gamma": 1.0}]}, {"gamma": 1.0, "curve": [{"gamma": 0.0}]}):
-        with pytest.raises(ValueError, match="no curve of a calibration .*a gamma is not a finite number above 0"):
+        with pytest.raises(ValueError, match=r"no curve of a calibration .*a gamma is not a finite number above 0"):
             plot_curve(wrong, tmp_path / "c.png")
     with pytest.raises(ValueError, match=r"c\.pdf must end in \.png or \.svg"):
         plot_curve(result(), tmp_path / "c.pdf")

@@ -19,11 +19,19 @@ pytestmark = [pytest.mark.vllm, pytest.mark.real_model, pytest.mark.slow]
 # Heads 0 to 2 share a key/value head, likewise 3 to 5 and 6 to 8.
 GAMMAS = (0.1, 3.0, 1.0, 10.0, 1.0, 0.3, 2.0, 0.5, 6.0)
 STORY = "Once upon a time there was a fox who lived in a forest near a river, and every day it went to the water. "
-PROMPTS = ("The capital of France is", "Water freezes at", "Chapter    10: 1, 2, 3, 4,", STORY * 3 + "One day")
+PROMPTS = (
+    "The capital of France is",
+    "Water freezes at",
+    "Chapter    10: 1, 2, 3, 4,",
+    STORY * 3 + "One day, when it was so cold that the river",
+)
 SHARING = STORY * 3 + "Then the old bear"
 LENGTH = 16
 STEP = 32
 BLOCK = 32
+BLOCKS = 7
+"""One is vLLM's own, and the others are one too few for all the prompts with their answers."""
+
 LAYERS_OF_SMOLLM2 = 30
 
 
@@ -68,6 +76,10 @@ class Reference:
         return logits.float().log_softmax(dim=-1)
 
 
+def counts_of(engine):
+    return {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
+
+
 def serve(dtype, arguments):
     """What an engine answers: the prompts in one batch, and then a prompt that begins like one of them."""
     import vllm
@@ -76,7 +88,8 @@ def serve(dtype, arguments):
         folder_of(dtype),
         dtype=dtype,
         enforce_eager=True,
-        max_model_len=256,
+        max_model_len=4 * BLOCK,
+        num_gpu_blocks_override=BLOCKS,
         max_num_seqs=4,
         max_num_batched_tokens=STEP,
         block_size=BLOCK,
@@ -87,9 +100,10 @@ def serve(dtype, arguments):
     try:
         sampling = vllm.SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, logprobs=1)
         answers = engine.generate(list(PROMPTS), sampling, use_tqdm=False)
+        before = counts_of(engine)
         answers += engine.generate([SHARING], sampling, use_tqdm=False)
         reports = engine.collective_rpc("tuning_report") if arguments else None
-        hits = sum(metric.value for metric in engine.get_metrics() if metric.name == "vllm:prefix_cache_hits")
+        after = counts_of(engine)
     finally:
         # Left to the interpreter's exit, the engine's process would be killed after a wait.
         engine.llm_engine.engine_core.shutdown()
@@ -100,7 +114,8 @@ def serve(dtype, arguments):
             for a in answers
         ],
         prompt_tokens=[len(answer.prompt_token_ids) for answer in answers],
-        hits=hits,
+        hits=after["vllm:prefix_cache_hits"] - before["vllm:prefix_cache_hits"],
+        preemptions=before["vllm:num_preemptions"],
         reports=reports,
     )
 
@@ -148,6 +163,10 @@ def test_a_long_prompt_was_computed_in_chunks_and_a_shared_prefix_once(tuned):
     assert max(tuned.prompt_tokens) > 2 * STEP
     assert tuned.hits >= BLOCK
     assert len(set(tuned.prompt_tokens)) == len(PROMPTS) + 1
+
+
+def test_a_sequence_gave_its_blocks_to_another_and_was_computed_again(tuned):
+    assert tuned.preemptions >= 1
 
 
 def test_the_engine_reports_what_it_did(reference, tuned):
@@ -274,6 +293,36 @@ def test_a_layer_computes_each_mode(one_rank, dtype, mode):
             patch.setattr(serving._Operator, "queries", lambda self, query: queries(self, query) * 1.1)
             with pytest.raises(RuntimeError, match="does not compute what it should with heads of width"):
                 serving.check_computation(runner, vllm_config)
+
+
+@pytest.mark.parametrize("mode", ["exact", "key"])
+def test_a_trial_run_writes_nothing(one_rank, mode):
+    """With a cache and no sequences, as when graphs are captured or another rank has all the requests."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    vllm_config = engine_config()
+    config = ZeroTuningConfig.uniform(ModelId("llama", "", 1, 9, 3), 3.0, mode=mode)
+    with set_current_vllm_config(vllm_config):
+        [layer] = make_layers(vllm_config, "float32")
+        serving.tune_layers(vllm_config, config)
+        with_caches(vllm_config, [layer])
+        slots = torch.full((5,), -1)
+        with set_forward_context(None, vllm_config, slot_mapping={layer.layer_name: slots}):
+            output = layer(torch.ones(5, 9 * 64), torch.ones(5, 3 * 64), torch.ones(5, 3 * 64))
+    assert output.shape == (5, 9 * 64)
+    assert not layer.kv_cache.any()
+
+
+def test_a_layer_with_another_number_of_heads_is_refused(one_rank):
+    from vllm.config import set_current_vllm_config
+
+    vllm_config = engine_config()
+    with set_current_vllm_config(vllm_config):
+        make_layers(vllm_config, "float32")
+        config = ZeroTuningConfig.uniform(ModelId("llama", "", 1, 12, 3), 3.0)
+        with pytest.raises(ValueError, match="layer 0 has 9 query heads, the configuration is for 12"):
+            serving.tune_layers(vllm_config, config)
 
 
 @pytest.mark.parametrize(

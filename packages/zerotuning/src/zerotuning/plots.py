@@ -155,7 +155,7 @@ def plot_curve(
         gamma = float(body["gamma"])
         points = sorted(body["curve"], key=lambda point: float(point["gamma"]))
         if not all(0 < each < math.inf for each in (gamma, *(float(point["gamma"]) for point in points))):
-            raise ValueError("a gamma is not a finite number above 0")
+            raise ValueError("a gamma is not a finite number above 0")  # noqa: TRY301  # told like all that is wrong
         panels = [_entropy_panel(points, name) for name in _ENTROPIES]
         if body.get("metric") == "label_entropy":
             panels.reverse()
