@@ -33,7 +33,8 @@ from scipy.stats import ttest_1samp
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from zerotuning import DEFAULT_GRID, Example, PairedComparison, TaskSpec, ZeroTuningConfig
+from zerotuning import DEFAULT_GRID, Example, TaskSpec, ZeroTuningConfig
+from zerotuning.metrics import PairedComparison
 
 SPECIALS = ("<pad>", "<bos>", "<unk>")
 KEYS = tuple(f"k{index:02}" for index in range(32))

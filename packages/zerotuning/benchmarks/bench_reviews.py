@@ -27,12 +27,10 @@ from zerotuning import (
     Example,
     ModelId,
     ZeroTuningConfig,
-    act,
     calibrate,
     contextual_calibration,
-    pasta,
-    temperature,
 )
+from zerotuning.baselines import act, pasta, temperature
 from zerotuning.demo import DEMO_GRID, choose_reviews
 from zerotuning.evaluation import compare
 from zerotuning.scoring import Predictions, Scorer, distribution_entropy

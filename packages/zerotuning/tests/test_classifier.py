@@ -128,15 +128,6 @@ def test_clones_in_threads_take_turns(model):
     assert together.tolist() == alone.tolist()
 
 
-def test_a_fitted_one_is_pickled_with_its_model(model):
-    import pickle  # users' own way to keep estimators
-
-    made = classifier(model).fit(TEXTS, WORDS)
-    found = pickle.loads(pickle.dumps(made))
-    assert found.config_ == made.config_
-    assert np.array_equal(found.predict_proba(TEXTS), made.predict_proba(TEXTS))
-
-
 def test_the_tags_say_that_it_takes_texts(model):
     made = classifier(model)
     if not hasattr(super(ZeroTuningClassifier, made), "__sklearn_tags__"):

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -312,3 +313,19 @@ def test_folder_that_may_not_be_written_to(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(PermissionError, match="cannot be written to: Permission denied"):
         check_writable(tmp_path / "c.json")
+
+
+def test_neither_devices_nor_links_are_replaced(tmp_path):
+    config = ZeroTuningConfig.uniform(IDENTITY, 2.0)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for write in (config.save, check_writable):
+        with pytest.raises(OSError, match="pipe is a device or the like"):
+            write(pipe)
+    assert pipe.is_fifo()
+    link = tmp_path / "link.json"
+    link.symlink_to("kept.json")
+    config.save(link)
+    assert link.is_symlink()
+    assert ZeroTuningConfig.load(tmp_path / "kept.json") == config
+    assert len(list(tmp_path.iterdir())) == 3

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 import torch
-from zerotuning import CalibrationResult, CurvePoint, ModelId, Scores, ZeroTuningConfig
+from zerotuning import CalibrationResult, ModelId, ZeroTuningConfig
+from zerotuning.calibration import CurvePoint
+from zerotuning.metrics import Scores
 from zerotuning.plots import check_picture, plot_config, plot_curve, plot_profile
 from zerotuning.profiling import HeadProfile
 

@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerotuning.adapter import apply, attach, detach
-    from zerotuning.baselines import act, pasta, temperature
-    from zerotuning.calibration import DEFAULT_GRID, CalibrationResult, CurvePoint, calibrate
+    from zerotuning.calibration import DEFAULT_GRID, CalibrationResult, calibrate
     from zerotuning.classifier import ZeroTuningClassifier
     from zerotuning.config import ModelId, ZeroTuningConfig
     from zerotuning.contextual import contextual_calibration
     from zerotuning.evaluation import Evaluation, evaluate
-    from zerotuning.metrics import PairedComparison, Proportion, Scores
     from zerotuning.operator import reweight
     from zerotuning.profiling import HeadProfile, HeadProfiler
     from zerotuning.tasks import TASKS, Example, TaskSpec
@@ -19,13 +17,11 @@ if TYPE_CHECKING:
 # Looked up on first use, so that the command line can say how torch is to wait before torch is loaded.
 _MODULES = {
     "adapter": ("apply", "attach", "detach"),
-    "baselines": ("act", "pasta", "temperature"),
-    "calibration": ("DEFAULT_GRID", "CalibrationResult", "CurvePoint", "calibrate"),
+    "calibration": ("DEFAULT_GRID", "CalibrationResult", "calibrate"),
     "classifier": ("ZeroTuningClassifier",),
     "config": ("ModelId", "ZeroTuningConfig"),
     "contextual": ("contextual_calibration",),
     "evaluation": ("Evaluation", "evaluate"),
-    "metrics": ("PairedComparison", "Proportion", "Scores"),
     "operator": ("reweight",),
     "profiling": ("HeadProfile", "HeadProfiler"),
     "tasks": ("TASKS", "Example", "TaskSpec"),
@@ -35,28 +31,21 @@ __all__ = [
     "DEFAULT_GRID",
     "TASKS",
     "CalibrationResult",
-    "CurvePoint",
     "Evaluation",
     "Example",
     "HeadProfile",
     "HeadProfiler",
     "ModelId",
-    "PairedComparison",
-    "Proportion",
-    "Scores",
     "TaskSpec",
     "ZeroTuningClassifier",
     "ZeroTuningConfig",
-    "act",
     "apply",
     "attach",
     "calibrate",
     "contextual_calibration",
     "detach",
     "evaluate",
-    "pasta",
     "reweight",
-    "temperature",
 ]
 
 

@@ -19,8 +19,8 @@ from zerotuning.tasks import Example, TaskSpec
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, clone  # type: ignore[import-untyped]  # it ships no types
-    from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]  # likewise
-    from sklearn.utils.validation import check_is_fitted, column_or_1d  # type: ignore[import-untyped]  # likewise
+    from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]  # it ships no types
+    from sklearn.utils.validation import check_is_fitted, column_or_1d  # type: ignore[import-untyped]  # it ships no types
 except ModuleNotFoundError as _error:
     if _error.name is None or _error.name.partition(".")[0] != "sklearn":
         raise

@@ -511,11 +511,12 @@ def check_writable(path: Path) -> None:
         path: The file to come.
 
     Raises:
-        OSError: Its folder does not exist or may not be written to, or a folder is in its place.
+        OSError: Its folder does not exist or may not be written to, or a folder or a device is in its place.
     """
     folder = path.absolute().parent
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file")
+    _refuse_special(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"the folder of {path} does not exist")
     try:
@@ -525,14 +526,25 @@ def check_writable(path: Path) -> None:
         raise type(error)(f"the folder of {path} cannot be written to: {error.strerror}") from None
 
 
+def _refuse_special(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        # To move a file into the place of a device would replace the device.
+        raise OSError(f"{path} is a device or the like; name an ordinary file")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file beside its place and move it there.
 
     Args:
         path: The file, replaced if it exists.
         text: Its contents.
+
+    Raises:
+        OSError: It cannot be written, or is a device or the like.
     """
-    path = path.absolute()
+    _refuse_special(path)
+    # A link stays one, and the file that it leads to is replaced.
+    path = path.resolve()
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -230,7 +230,7 @@ class _Tuned:
     ) -> Any:
         if any(scale is not None for scale in scales.values()):
             raise NotImplementedError("an output that the attention quantises is not supported under a configuration")
-        attend = super().forward  # type: ignore[misc]  # likewise
+        attend = super().forward  # type: ignore[misc]  # what follows has it
         if attn_metadata is None:  # a trial run, which computes nothing
             return attend(layer, query, key, value, kv_cache, attn_metadata, output)
         query = self.operator.queries(query)
