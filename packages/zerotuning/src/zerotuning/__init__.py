@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerotuning.adapter import apply, attach, detach
     from zerotuning.calibration import DEFAULT_GRID, CalibrationResult, calibrate
-    from zerotuning.classifier import ZeroTuningClassifier
     from zerotuning.config import ModelId, ZeroTuningConfig
     from zerotuning.contextual import contextual_calibration
     from zerotuning.evaluation import Evaluation, evaluate
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "adapter": ("apply", "attach", "detach"),
     "calibration": ("DEFAULT_GRID", "CalibrationResult", "calibrate"),
-    "classifier": ("ZeroTuningClassifier",),
     "config": ("ModelId", "ZeroTuningConfig"),
     "contextual": ("contextual_calibration",),
     "evaluation": ("Evaluation", "evaluate"),
@@ -37,7 +35,6 @@ __all__ = [
     "HeadProfiler",
     "ModelId",
     "TaskSpec",
-    "ZeroTuningClassifier",
     "ZeroTuningConfig",
     "apply",
     "attach",

@@ -189,6 +189,9 @@ def _attention(
         groups = query.shape[1] // key.shape[1]
         key = scale_keys(key, change.log_gamma[:, ::groups], change.at)
         return plain(module, query, key, value, attention_mask, **kwargs)
+    if family in ("sdpa", "eager") and isinstance(attention_mask, Tensor):
+        # Some releases make it longer than the keys, and their own functions cut it.
+        attention_mask = attention_mask[..., : key.shape[2]]
     run: Any = {"sdpa": _sdpa, "eager": _eager, "flex": _widened, "flash": _flash}[str(family)]
     return run(plain, change, module, query, key, value, attention_mask, **kwargs)
 
