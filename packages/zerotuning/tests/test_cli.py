@@ -233,6 +233,23 @@ def test_a_task_from_a_file(folder, tmp_path, capsys):
     assert ours == as_json(capsys, [*command, *OPTIONS[:4]])
 
 
+def test_eval_reads_as_many_tokens_as_it_is_told(folder, capsys, monkeypatch):
+    from zerotuning import scoring
+
+    lengths = []
+
+    def parse(self, tokens, item=None):
+        lengths.append(len(tokens))
+        return -1
+
+    monkeypatch.setattr(scoring.Scorer, "_parse", parse)
+    command = on(folder, "eval", "--config", str(folder / "config.json"), "--limit", "4")
+    output(capsys, command)
+    assert set(lengths) == {1}
+    output(capsys, [*command, "--answer-tokens", "3"])
+    assert max(lengths) > 1
+
+
 def test_columns_and_words_in_place_of_the_task_s_own():
     spec = _task("boolq", None, None, None, None)
     assert spec == TASKS["boolq"]

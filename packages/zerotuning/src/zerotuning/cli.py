@@ -93,6 +93,9 @@ Tolerance = Annotated[
     typer.Option(help="When a unit is neutral: 'example' or 'sign_test'; what suits the metric if not given."),
 ]
 Operator = Annotated[str, typer.Option(help="'exact', or the variants 'key' and 'query', which are other functions.")]
+AnswerTokens = Annotated[
+    int, typer.Option(min=1, help="Tokens to generate, to read the answer from and average the entropy over.")
+]
 Resume = Annotated[Path | None, typer.Option(help="File of evaluated points, continued if it exists.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of what is drawn by chance.")]
 
@@ -254,9 +257,7 @@ def calibrate_command(
     refine: Annotated[bool, typer.Option("--refine", help="Search on between the best factor's neighbours.")] = False,
     layers: Layers = None,
     operator: Operator = "exact",
-    answer_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to generate, to read the answer from and average the entropy over.")
-    ] = 1,
+    answer_tokens: AnswerTokens = 1,
     seed: Seed = 0,
     limit: Limit = None,
     resume: Resume = None,
@@ -375,6 +376,7 @@ def eval_command(
         ),
     ] = None,
     seed: Seed = 0,
+    answer_tokens: AnswerTokens = 1,
     limit: Limit = None,
     batch_rows: BatchRows = 16,
     as_json: AsJson = False,
@@ -402,7 +404,9 @@ def eval_command(
     other_heads = _on_random_heads(loaded_config, seed) if "random_heads" in names else None
     loaded, tokenizer = _load(model, dtype, attention)
     loaded_config.check_fits(loaded)
-    scorer = Scorer(loaded, tokenizer, spec, examples, batch_rows=batch_rows, reuse_layers=False)
+    scorer = Scorer(
+        loaded, tokenizer, spec, examples, batch_rows=batch_rows, answer_tokens=answer_tokens, reuse_layers=False
+    )
     found = {}
     with ProgressBar(True, (2 + len(names)) * len(examples), "evaluate") as advance:
         for name, each in (
