@@ -411,7 +411,7 @@ def test_a_trial_run_and_a_quantised_output(points):
     output = torch.full_like(query, torch.nan)
     layer.impl.forward(*states, None, output=output, output_scale=None)
     assert not output.any()
-    with pytest.raises(NotImplementedError, match="quantises"):
+    with pytest.raises(ValueError, match="quantises"):
         layer.impl.forward(*states, None, output=output, output_scale=torch.ones(1))
     assert not layer.impl.fused_output_quant_supported("key")
     assert not layer.impl.fused_rope_kvcache_supported()

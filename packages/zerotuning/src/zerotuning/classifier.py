@@ -250,7 +250,7 @@ class ZeroTuningClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc
                 raise ValueError(f"labels has keys of several types ({values!r}); they must be of one")
             return tuple(self.labels.values()), values
         if isinstance(self.labels, str):
-            raise ValueError(f"labels must be several words; it is the text {self.labels!r}")  # noqa: TRY004  # as below
+            raise ValueError(f"labels must be several words; it is the text {self.labels!r}")  # noqa: TRY004  # a wrong value
         words = tuple(self.labels)
         if y is None:
             return words, words
@@ -271,7 +271,7 @@ def _default_template(words: Sequence[str]) -> str:
 
 def _texts(texts: Any) -> list[str]:
     if isinstance(texts, str):
-        raise ValueError("texts must be a sequence of texts; it is a single one")  # noqa: TRY004  # as scikit-learn
+        raise ValueError("texts must be a sequence of texts; it is a single one")  # noqa: TRY004  # scikit-learn has it so
     content = np.asarray(texts, dtype=object)
     if content.ndim == 2 and content.shape[1] == 1:
         content = content[:, 0]

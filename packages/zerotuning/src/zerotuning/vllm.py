@@ -229,7 +229,7 @@ class _Tuned:
         **scales: Tensor | None,
     ) -> Any:
         if any(scale is not None for scale in scales.values()):
-            raise NotImplementedError("an output that the attention quantises is not supported under a configuration")
+            raise ValueError("an output that the attention quantises is not supported under a configuration")
         attend = super().forward  # type: ignore[misc]  # what follows has it
         if attn_metadata is None:  # a trial run, which computes nothing
             return attend(layer, query, key, value, kv_cache, attn_metadata, output)
