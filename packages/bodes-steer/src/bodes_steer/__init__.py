@@ -6,32 +6,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bodes_steer.baselines import CAA, ITI, LinAcT, MiMiC, RepE
     from bodes_steer.density_ratio import LogDensityRatio
-    from bodes_steer.extraction import Activations, extract_activations
-    from bodes_steer.features import PolynomialCountSketch, RandomFourierFeatures
-    from bodes_steer.files import load_steerer, save_steerer
+    from bodes_steer.extraction import extract_activations
+    from bodes_steer.features import PolynomialCountSketch
+    from bodes_steer.files import load_steerer
     from bodes_steer.hooks import steer
     from bodes_steer.model import SteeredModel
-    from bodes_steer.steerers import BODES, GaussianODE, LinearODE, ODESteer, RFFODESteer, StepODESteer, auto_T
-    from bodes_steer.sweep import sweep, sweep_layers
+    from bodes_steer.steerers import GaussianODE, LinearODE, ODESteer, RFFODESteer, StepODESteer, auto_T
+    from bodes_steer.sweep import sweep
 
 # Looked up on first use, so that the command line can say how torch is to wait before torch is loaded.
 _MODULES = {
     "baselines": ("CAA", "ITI", "LinAcT", "MiMiC", "RepE"),
     "density_ratio": ("LogDensityRatio",),
-    "extraction": ("Activations", "extract_activations"),
-    "features": ("PolynomialCountSketch", "RandomFourierFeatures"),
-    "files": ("load_steerer", "save_steerer"),
+    "extraction": ("extract_activations"),
+    "features": ("PolynomialCountSketch",),
+    "files": ("load_steerer",),
     "hooks": ("steer",),
     "model": ("SteeredModel",),
-    "steerers": ("BODES", "GaussianODE", "LinearODE", "ODESteer", "RFFODESteer", "StepODESteer", "auto_T"),
-    "sweep": ("sweep", "sweep_layers"),
+    "steerers": ("GaussianODE", "LinearODE", "ODESteer", "RFFODESteer", "StepODESteer", "auto_T"),
+    "sweep": ("sweep",),
 }
 
 __all__ = [
-    "BODES",
     "CAA",
     "ITI",
-    "Activations",
     "GaussianODE",
     "LinAcT",
     "LinearODE",
@@ -40,17 +38,14 @@ __all__ = [
     "ODESteer",
     "PolynomialCountSketch",
     "RFFODESteer",
-    "RandomFourierFeatures",
     "RepE",
     "SteeredModel",
     "StepODESteer",
     "auto_T",
     "extract_activations",
     "load_steerer",
-    "save_steerer",
     "steer",
     "sweep",
-    "sweep_layers",
 ]
 
 
