@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "baselines": ("CAA", "ITI", "LinAcT", "MiMiC", "RepE"),
     "density_ratio": ("LogDensityRatio",),
-    "extraction": ("extract_activations"),
+    "extraction": ("extract_activations",),
     "features": ("PolynomialCountSketch",),
     "files": ("load_steerer",),
     "hooks": ("steer",),
