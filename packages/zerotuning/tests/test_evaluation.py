@@ -10,7 +10,7 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, Lfm2Config, Lfm2
 from zerotuning import Example, ModelId, TaskSpec, ZeroTuningConfig, apply, evaluate
 from zerotuning.evaluation import compare
 from zerotuning.metrics import UNPARSED
-from zerotuning.partial import only_layers, output_forms
+from zerotuning.partial import at_places, last_feed_forward, only_layers, output_forms
 from zerotuning.scoring import Predictions, Scorer, batch_sizes
 
 DATA = examples(12)
@@ -237,6 +237,29 @@ def test_nan_names_the_gamma(gammas):
         Scorer(model, word_tokenizer(), TASK, TEXTS[:3]).predict([config])
 
 
+@pytest.mark.parametrize("looks_around", [False, True])
+def test_the_last_feed_forward_works_at_the_answers_unless_it_looks_around(looks_around):
+    model = talkative_model()
+    last, config = inner_modules(model)[-1], configs(model)[1]
+    if looks_around:
+        whole = last.forward
+        last.forward = lambda hidden: whole(hidden + hidden.roll(1, dims=1))
+    own, seen = vars(last).get("forward"), []
+    last.gate_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    scorer = Scorer(model, word_tokenizer(), TASK, TEXTS, batch_rows=5)
+    found = scorer.predict([config])[0]
+    assert vars(last).get("forward") is own
+    assert (max(seen[-3:]) > 1) == looks_around
+    assert_same(found, _one_by_one(model, config, TASK))
+
+
+def test_two_feed_forwards_in_a_layer_are_left_whole():
+    model = talkative_model()
+    assert last_feed_forward(model) is inner_modules(model)[-1]
+    model.model.layers[-1].second = torch.nn.Linear(2, 2)
+    assert last_feed_forward(model) is None
+
+
 def test_a_head_that_cannot_be_narrowed_gives_the_same():
     class Wrapped(torch.nn.Module):
         """Its head is not called as a module, so nothing tells it which places are wanted."""
@@ -384,3 +407,18 @@ def test_evaluate_refuses_useless_data():
 )
 def test_verdict(vanilla, tuned, verdict):
     assert compare(DATA, answers(vanilla), answers(tuned)).verdict == verdict
+
+
+def test_narrowed_outputs_may_come_in_a_tuple_and_other_shapes_pass():
+    class Routed(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden + 1, len(hidden)
+
+    module, hidden = Routed(), torch.randn(2, 3, 4)
+    with at_places(module, torch.tensor([[[0]], [[2]]]), 3):
+        wide, extra = module(hidden)
+        assert torch.equal(module(hidden[:, :2])[0], hidden[:, :2] + 1)
+    assert extra == 2
+    expected = torch.zeros(2, 3, 4)
+    expected[0, 0], expected[1, 2] = hidden[0, 0] + 1, hidden[1, 2] + 1
+    assert torch.equal(wide, expected)

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from separata_core.models import attention_modules, decoder_layers
 from torch import Tensor, nn
 
@@ -123,6 +123,55 @@ def only_layers(
                 stack.callback(_restore, layer, layer.__dict__.get("forward"))
                 layer.forward = instead(index)
         yield found
+
+
+def last_feed_forward(model: nn.Module) -> nn.Module | None:
+    """What the last decoder layer has besides attention and norms; it should look at each position by itself.
+
+    Args:
+        model: A decoder-only transformers model.
+
+    Returns:
+        The one child that holds projections and no attention; None if there is no such child, or more than one.
+    """
+    attention = set(attention_modules(model))
+    found = [
+        child
+        for child in decoder_layers(model)[-1].children()
+        if not attention & set(child.modules()) and any(each.ndim > 1 for each in child.parameters())
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+@contextlib.contextmanager
+def at_places(module: nn.Module, index: Int[Tensor, "rows places 1"], tokens: int) -> Iterator[None]:
+    """Let a module that looks at each position by itself work at some only, for the length of a `with` block.
+
+    Args:
+        module: See `last_feed_forward`.
+        index: The positions of each row.
+        tokens: Number of positions; states of another shape are not narrowed.
+
+    Yields:
+        Nothing. At all other positions the module gives 0.
+    """
+    whole = module.forward
+
+    def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or hidden.ndim != 3 or hidden.shape[:2] != (len(index), tokens):
+            return whole(hidden, *args, **kwargs)
+        at = index.to(hidden.device).expand(-1, -1, hidden.shape[-1])
+        output = whole(hidden.gather(1, at))
+        narrow = output[0] if isinstance(output, tuple) else output
+        wide = narrow.new_zeros(hidden.shape).scatter(1, at, narrow)
+        return (wide, *output[1:]) if isinstance(output, tuple) else wide
+
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        _restore(module, own)
 
 
 def _restore(layer: nn.Module, forward: Any) -> None:

@@ -1,9 +1,10 @@
 """What a model answers to the prompts of a task under one or many configurations.
 
-Prompts are sorted by length and padded on the right; the head is applied at the answer positions only; the tokens that
-all prompts begin with (the instruction) go through the model once for each configuration; layers below the first one
-that a configuration touches are not run again. Rows of one batch may belong to different configurations, and the
-prompts are shared out among the processes of `torch.distributed`, if there are several.
+Prompts are sorted by length and padded on the right; the head, and what the last layer does after its attention, work
+at the answer positions only; the tokens that all prompts begin with (the instruction) go through the model once for
+each configuration; layers below the first one that a configuration touches are not run again. Rows of one batch may
+belong to different configurations, and the prompts are shared out among the processes of `torch.distributed`, if there
+are several.
 """
 
 import contextlib
@@ -23,7 +24,15 @@ from zerotuning import parallel
 from zerotuning.adapter import apply
 from zerotuning.config import ZeroTuningConfig
 from zerotuning.metrics import UNPARSED, Scores
-from zerotuning.partial import Form, attention_layers, decoder_of, only_layers, output_forms
+from zerotuning.partial import (
+    Form,
+    at_places,
+    attention_layers,
+    decoder_of,
+    last_feed_forward,
+    only_layers,
+    output_forms,
+)
 from zerotuning.tasks import Example, TaskSpec, is_one_token, true_labels
 
 Metric = Literal["accuracy", "constrained_accuracy", "log_likelihood"]
@@ -207,6 +216,9 @@ class Scorer:
         part, parts = parallel.share(model)
         # Every so manieth, so that each process has as many short and as many long ones.
         self.sequences = sequences[part::parts]
+        # Not known to be right until it is tried.
+        self._narrow = last_feed_forward(model)
+        self._narrow_checked = False
         # Generating on needs the keys and values of all layers.
         self._kept = _KeptStates(model) if reuse_layers and answer_tokens == 1 else None
 
@@ -277,6 +289,8 @@ class Scorer:
     def _answers(
         self, batch: Sequence[_Sequence], configs: int, prefix: Any, kept: "_KeptStates | None"
     ) -> Float[Tensor, "configs sequences places vocab"]:
+        if self._narrow is not None and not self._narrow_checked:
+            self._check_narrow(batch[:1], configs, prefix)
         if kept is not None and not kept.checked:
             with kept.put_in(batch[:1], configs):
                 found = self._log_probs(batch[:1], configs, prefix)
@@ -285,6 +299,15 @@ class Scorer:
             return self._log_probs(batch, configs, prefix)
         with kept.put_in(batch, configs):
             return self._log_probs(batch, configs, prefix)
+
+    def _check_narrow(self, batch: Sequence[_Sequence], configs: int, prefix: Any) -> None:
+        """Hold one sequence, of which the last layer saw little, against the whole; do so no more where it differs."""
+        found = self._log_probs(batch, configs, prefix)
+        narrow, self._narrow = self._narrow, None
+        dtype = self.model.get_input_embeddings().weight.dtype
+        if _agree(found, self._log_probs(batch, configs, prefix), dtype):
+            self._narrow = narrow
+        self._narrow_checked = True
 
     def _record(
         self,
@@ -372,11 +395,11 @@ class Scorer:
 
         # The head goes over the vocabulary, so it is given each row's own places only. `logits_to_keep` would give it
         # those of all rows, and not every model has it or takes it from another device.
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(take)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.model.get_output_embeddings().register_forward_pre_hook(take).remove)
+            if self._narrow is not None:
+                stack.enter_context(at_places(self._narrow, index, tokens.shape[1]))
             logits: Tensor = self.model(input_ids=tokens, attention_mask=mask, **past).logits
-        finally:
-            handle.remove()
         return (logits if taken else _at(logits, index)).float().log_softmax(-1)
 
     def _inputs(self, rows: Sequence[list[int]], prefix: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -496,9 +519,8 @@ class _KeptStates:
 
         Some models pass more from layer to layer than hidden states, for instance keys and values of an earlier one.
         """
-        tolerance = math.sqrt(torch.finfo(next(iter(self._states.values())).dtype).eps)
         self.checked = True
-        self.usable = torch.allclose(found, plain, rtol=tolerance, atol=tolerance, equal_nan=True)
+        self.usable = _agree(found, plain, next(iter(self._states.values())).dtype)
 
     def _stacked(self, batch: Sequence[_Sequence]) -> Float[Tensor, "rows tokens hidden"]:
         # No token sees what fills the padding.
@@ -570,6 +592,11 @@ def tokenize_prompts(tokenizer: Any, task: TaskSpec, items: Sequence[Example | s
             f"the prompt of item {prompts.index([])} has no tokens; the template must hold more than the text"
         )
     return prompts
+
+
+def _agree(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    tolerance = math.sqrt(torch.finfo(dtype).eps)
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _common_prefix(prompts: Sequence[list[int]]) -> list[int]:
