@@ -43,8 +43,8 @@ def as_rows(
     """
     rows = _tensor(X, name)
     if rows.ndim != 2:
-        reshape = "; reshape your data, for a single row with .reshape(1, -1)" if rows.ndim < 2 else ""
-        raise ValueError(f"{name} has shape {list(rows.shape)}; it must be [rows, d]{reshape}")
+        hint = ". Reshape your data: a single row with .reshape(1, -1)" if rows.ndim < 2 else ""
+        raise ValueError(f"{name} has shape {list(rows.shape)}; it must be [rows, d]{hint}")
     if not rows.shape[0]:
         raise ValueError(f"{name} has shape {list(rows.shape)}: 0 rows where at least one is needed")
     if not rows.shape[1]:
@@ -125,18 +125,35 @@ def check_classes(pos: Rows, neg: Rows) -> tuple[Float[Tensor, "rows_pos d"], Fl
         raise ValueError(f"pos is on {positive.device} and neg on {negative.device}; they must be on one device")
     dtype = torch.promote_types(positive.dtype, negative.dtype)
     positive, negative = positive.to(dtype), negative.to(dtype)
-    few, many = sorted((len(positive), len(negative)))
+    equal = bool((positive == positive[0]).all()) and bool((negative == positive[0]).all())
+    warn_about_classes(len(positive), len(negative), equal, stacklevel=3)
+    return positive, negative
+
+
+def warn_about_classes(positive: int, negative: int, equal: bool, *, stacklevel: int = 2) -> None:
+    """Warns of classes from which little can be learnt.
+
+    Args:
+        positive: Rows of the wanted class.
+        negative: Rows of the other.
+        equal: Whether all rows of both are the same.
+        stacklevel: As in `warnings.warn`, counted from the caller.
+
+    Warns:
+        UserWarning: One class has more than 20 rows for each of the other's, or all rows are equal.
+    """
+    few, many = sorted((positive, negative))
     if many > LARGEST_RATIO * few:
         warnings.warn(
-            f"there are {len(positive)} positive and {len(negative)} negative activations, more than {LARGEST_RATIO} "
-            "to 1; the prior correction allows for it, but the smaller class says little",
-            stacklevel=3,
+            f"there are {positive} positive and {negative} negative activations, more than {LARGEST_RATIO} to 1; the "
+            "prior correction allows for it, but the smaller class says little",
+            stacklevel=stacklevel + 1,
         )
-    if bool((positive == positive[0]).all()) and bool((negative == positive[0]).all()):
+    if equal:
         warnings.warn(
-            "all activations of both classes are equal: no direction leads from one to the other", stacklevel=3
+            "all activations of both classes are equal: no direction leads from one to the other",
+            stacklevel=stacklevel + 1,
         )
-    return positive, negative
 
 
 def as_given(result: Tensor, given: object) -> Tensor | npt.NDArray[Any]:
