@@ -1,0 +1,1 @@
+"""Triton kernels. Imported only by the door that may use them."""
