@@ -5,7 +5,7 @@ import pytest
 import torch
 from bodes_steer.plots import check_picture, plot_layers, plot_pareto, plot_pca, plot_trajectory
 from bodes_steer.solver import Trajectory
-from bodes_steer.sweep import Table
+from bodes_steer.sweeps import Table
 
 ROWS = (
     {"layer": 1, "method": "none", "T": 0.0, "score": 0.1, "ppl": 9.0},
@@ -84,8 +84,8 @@ def test_plane_of_the_classes(axes):
     negative, positive = (collection.get_offsets() for collection in axes.collections[:2])
     assert positive[:, 0].min() > 0 > negative[:, 0].max()
     arrows = axes.collections[2]
-    assert arrows.U == pytest.approx([2.0, 2.0], rel=1e-3)
-    assert arrows.V == pytest.approx([0.0, 0.0], abs=0.1)
+    assert arrows.U.tolist() == pytest.approx([2.0, 2.0], rel=1e-3)
+    assert arrows.V.tolist() == pytest.approx([0.0, 0.0], abs=0.1)
     for wrong in ((pos, neg[:, :2]), (pos[:1], neg[:0]), (pos[:, :1], neg[:, :1])):
         with pytest.raises(ValueError, match="must be at least two rows of one width"):
             plot_pca(*wrong, axes)

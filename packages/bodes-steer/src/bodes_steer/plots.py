@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bodes_steer.solver import Trajectory
-    from bodes_steer.sweep import Table
+    from bodes_steer.sweeps import Table
 
 FORMATS = (".png", ".svg")
 """Endings of picture files."""
