@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Rows: TypeAlias = Tensor | npt.ArrayLike
-"""Activations as users have them: a tensor, an array or a nested list, of shape `[rows, d]`."""
+Rows: TypeAlias = Any
+"""Activations as users have them: a tensor, an array, a table or a nested list, of shape `[rows, d]`."""
 
 LARGEST_RATIO = 20
 """More rows of one class than this for each of the other are worth a warning."""

@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +97,7 @@ class LogDensityRatio(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # 
         self.random_state = random_state
         self.feature_memory = feature_memory
 
-    def fit(self, X: Rows, y: Tensor | npt.ArrayLike) -> Self:  # noqa: N803  # scikit-learn's letter
+    def fit(self, X: Rows, y: Any) -> "LogDensityRatio":  # noqa: N803  # scikit-learn's letter
         """Fits the feature map and the classifier.
 
         Args:
@@ -301,7 +301,7 @@ class LogDensityRatio(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # 
         scores = self._scores(X)
         return as_given(torch.stack([torch.sigmoid(-scores), torch.sigmoid(scores)], dim=1), X)
 
-    def score(self, X: Rows, y: Tensor | npt.ArrayLike, sample_weight: Any = None) -> float:  # noqa: N803  # sklearn's
+    def score(self, X: Rows, y: Any, sample_weight: Any = None) -> float:  # noqa: N803  # sklearn's
         """The share of rows whose class is predicted.
 
         Args:
@@ -327,7 +327,7 @@ class LogDensityRatio(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # 
     def calibration_curve(
         self,
         X: Rows,  # noqa: N803  # scikit-learn's letter
-        y: Tensor | npt.ArrayLike,
+        y: Any,
         n_bins: int = 10,
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """How often rows are positive, against how probable the classifier holds it.
@@ -356,7 +356,7 @@ class LogDensityRatio(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # 
         )
         return observed, predicted
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> "LogDensityRatio":
         """A copy whose fitted tensors lie on a device.
 
         Args:
@@ -378,7 +378,7 @@ class LogDensityRatio(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # 
         return tags
 
 
-def _labels(y: Tensor | npt.ArrayLike) -> npt.NDArray[Any]:
+def _labels(y: Any) -> npt.NDArray[Any]:
     """Labels as an array, refused where they are none of two classes."""
     array: npt.NDArray[Any] = column_or_1d(y.detach().cpu().numpy() if isinstance(y, Tensor) else y, warn=True)
     check_classification_targets(array)

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from numbers import Integral, Real
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +127,7 @@ class FeatureMap(TransformerMixin, BaseEstimator, abc.ABC):  # type: ignore[misc
             first += len(block)
         return as_given(out, X)
 
-    def vjp(self, X: Rows, w: Tensor | npt.ArrayLike) -> Any:  # noqa: N803  # scikit-learn's letter
+    def vjp(self, X: Rows, w: Any) -> Any:  # noqa: N803  # scikit-learn's letter
         """The exact gradient of `w . phi(a)` with respect to each row a, through the normalisation.
 
         Args:
@@ -168,7 +168,7 @@ class FeatureMap(TransformerMixin, BaseEstimator, abc.ABC):  # type: ignore[misc
         """
         return None
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> "FeatureMap":
         """A copy whose fitted tensors lie on a device.
 
         Args:
@@ -237,7 +237,7 @@ class PolynomialCountSketch(FeatureMap):
         _number("gamma", self.gamma, positive=True)
         _number("coef0", self.coef0, positive=False)
 
-    def fit(self, X: Rows, y: object = None) -> Self:  # noqa: N803  # scikit-learn's letter
+    def fit(self, X: Rows, y: object = None) -> "PolynomialCountSketch":  # noqa: N803  # scikit-learn's letter
         """Draws hashes for activations as wide as these.
 
         Args:
@@ -260,7 +260,7 @@ class PolynomialCountSketch(FeatureMap):
         sign = random.choice(a=[-1, 1], size=size)
         return self._with_hashes(index, sign, rows.device)
 
-    def fit_hashes(self, index_hash: npt.ArrayLike, sign_hash: npt.ArrayLike) -> Self:
+    def fit_hashes(self, index_hash: npt.ArrayLike, sign_hash: npt.ArrayLike) -> "PolynomialCountSketch":
         """Takes hashes drawn elsewhere instead of drawing some: scikit-learn's `indexHash_` and `bitHash_`.
 
         Args:
@@ -288,7 +288,9 @@ class PolynomialCountSketch(FeatureMap):
         self.n_features_in_ = index.shape[1] - (self.coef0 != 0)
         return self._with_hashes(index, sign, torch.device("cpu"))
 
-    def _with_hashes(self, index: npt.NDArray[Any], sign: npt.NDArray[Any], device: torch.device) -> Self:
+    def _with_hashes(
+        self, index: npt.NDArray[Any], sign: npt.NDArray[Any], device: torch.device
+    ) -> "PolynomialCountSketch":
         self.index_hash_ = torch.from_numpy(index.astype(np.int64)).to(device)
         self.sign_hash_ = torch.from_numpy(sign.astype(np.int8)).to(device)
         return self
@@ -300,7 +302,7 @@ class PolynomialCountSketch(FeatureMap):
         x = math.sqrt(self.gamma) * (normalise(a) if self.normalize else a)
         spectra = []
         for r in range(self.degree):
-            sketch = _scattered(x * sign[r, :d], index[r, :d], n)
+            sketch = _scattered(x * sign[r, :d], index[r, :d], n, ordered=a.device.type != "cpu")
             if self.coef0:
                 sketch[:, index[r, d]] += math.sqrt(self.coef0) * sign[r, d]
             spectra.append(torch.fft.rfft(sketch))
@@ -364,15 +366,17 @@ class PolynomialCountSketch(FeatureMap):
         return Quadratic(self.gamma * both[:d, :d], linear, constant, self.normalize)
 
 
-def _scattered(values: Float[Tensor, "rows d"], index: Int[Tensor, " d"], n: int) -> Float[Tensor, "rows n"]:
-    """Columns added up by their hashes."""
+def _scattered(
+    values: Float[Tensor, "rows d"], index: Int[Tensor, " d"], n: int, *, ordered: bool
+) -> Float[Tensor, "rows n"]:
+    """Columns added up by their hashes; `ordered` is for devices that add to one place in no fixed order."""
     out = values.new_zeros((len(values), n))
-    if values.device.type == "cpu":
+    if not ordered:
         return out.index_add(1, index, values)
-    # Elsewhere columns of one hash are added in no fixed order, so each pass takes one column of each hash.
+    # One column of each hash at a time, so that the same input gives the same bits.
     order = index.argsort(stable=True)
-    ordered = index[order]
-    depth = torch.arange(len(index), device=index.device) - torch.searchsorted(ordered, ordered)
+    hashes = index[order]
+    depth = torch.arange(len(index), device=index.device) - torch.searchsorted(hashes, hashes)
     for level in range(int(depth.max()) + 1):
         columns = order[depth == level]
         out = out.index_add(1, index[columns], values[:, columns])
@@ -414,7 +418,7 @@ class RandomFourierFeatures(FeatureMap):
         """The number of features, `n_components`."""
         return self.n_components
 
-    def fit(self, X: Rows, y: object = None) -> Self:  # noqa: N803  # scikit-learn's letter
+    def fit(self, X: Rows, y: object = None) -> "RandomFourierFeatures":  # noqa: N803  # scikit-learn's letter
         """Draws frequencies and phases, and takes the width of the kernel from the rows if it is not given.
 
         Args:
@@ -479,7 +483,7 @@ class IdentityFeatures(FeatureMap):
         """The number of features, which is d."""
         return self.n_features_in_
 
-    def fit(self, X: Rows, y: object = None) -> Self:  # noqa: N803  # scikit-learn's letter
+    def fit(self, X: Rows, y: object = None) -> "IdentityFeatures":  # noqa: N803  # scikit-learn's letter
         """Notes the width.
 
         Args:

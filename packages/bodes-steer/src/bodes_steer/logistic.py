@@ -23,6 +23,9 @@ BLOCK_ROWS = 64
 
 HISTORY = 20
 
+ROUNDING = 1e-8
+"""A gradient of this share of the first one is as small as float64 can tell, if no step makes it smaller."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LogisticFit:
@@ -34,7 +37,7 @@ class LogisticFit:
         objective: `0.5 ||w||^2 + C sum loss` there.
         gradient_norm: Euclidean norm of the objective's gradient there, the intercept's part included.
         iterations: Steps of L-BFGS taken.
-        converged: Whether the objective is within `tol` of its minimum, relatively.
+        converged: Whether the objective is within `tol` of its minimum, relatively, or as near as float64 can tell.
     """
 
     coef: Float[Tensor, " n"]
@@ -64,8 +67,8 @@ def fit_logistic(
     Each evaluation reads each block once, for the value and the gradient. The features' mean is taken out of them on
     the way, which changes the intercept only and spares many steps. Since the objective is 1-strongly convex in w, half
     the squared gradient bounds its distance from the minimum, and the search stops when that is below `tol` of the
-    objective (the intercept's part is that of its parabola). Sums are accumulated in float64; where float32 products
-    are too coarse for `tol`, the search goes on with blocks cast to float64 one by one.
+    objective (the intercept's part is that of its parabola). Float32 features are multiplied in float32; the end is
+    checked in float64, each block cast for itself, and where float32 was too coarse for `tol` the search goes on so.
 
     Args:
         blocks: Features: a tensor `[rows, n]`, a sequence of blocks of its rows, or a function that yields such blocks
@@ -103,7 +106,7 @@ def fit_logistic(
     objective = _Objective(_stream(blocks), labels, C, fit_intercept, loss)
     search = _Search(objective, tol)
     point = search.run(objective.start(), max_iter)
-    if not search.converged and search.iterations < max_iter and objective.dtype != torch.float64:
+    if objective.dtype != torch.float64:
         objective.precise = True
         point = search.run(point, max_iter - search.iterations)
     norm = search.gradient_norm
@@ -217,6 +220,7 @@ class _Search:
         self.iterations = 0
         self.converged = False
         self.value, self.gradient_norm = math.inf, math.inf
+        self._scale = 0.0
 
     def _note(self, point: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
         value, gradient, curvature = self.objective(point)
@@ -238,7 +242,8 @@ class _Search:
                 raise StopIteration
 
         self._note(point)
-        if not self._accept():
+        self._scale = max(self._scale, self._last[2])
+        if not self._accept() and max_iter > 0:
             found = minimize(
                 self._note,
                 point,
@@ -250,10 +255,13 @@ class _Search:
             )
             if not np.array_equal(found.x, self._last[0]):
                 self._note(found.x)
-            self._accept()
+            # Where the loss far outweighs the penalty, rounding can end the search before the bound, which is loose then.
+            self._accept(stalled=self.iterations < max_iter)
         return self._last[0]
 
-    def _accept(self) -> bool:
+    def _accept(self, stalled: bool = False) -> bool:
         _, self.value, self.gradient_norm, bound = self._last
         self.converged = bound <= self.tol * self.value
+        if stalled and (self.objective.precise or self.objective.dtype == torch.float64):
+            self.converged |= self.gradient_norm <= ROUNDING * self._scale
         return self.converged
