@@ -298,10 +298,10 @@ def _watched(owner: nn.Module) -> Iterator[_Generate]:
 def _prompt(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prompt:
     """What `generate(*args, **kwargs)` continues."""
     config = args[1] if len(args) > 1 else kwargs.get("generation_config")
-    config = getattr(owner, "generation_config", None) if config is None else config
 
     def option(name: str) -> Any:
-        return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
+        found = (kwargs.get(name), getattr(config, name, None), getattr(owner.generation_config, name, None))
+        return next((each for each in found if each is not None), None)
 
     if option("guidance_scale") not in (None, 1, 1.0):
         raise ValueError(
@@ -321,7 +321,7 @@ def _prompt(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return Prompt(max(given.shape[1], mask.shape[1]), mask != 0, given.device)
     pad, ends = option("pad_token_id"), option("eos_token_id")
     ends = ends if isinstance(ends, Sequence) else [ends]
-    if given is tokens and pad is not None and pad not in ends:
+    if embeds is None and pad is not None and pad not in ends:
         return Prompt(given.shape[1], given != pad, given.device)  # as `generate` itself guesses
     return Prompt(given.shape[1], None, given.device)
 
