@@ -15,6 +15,7 @@ import torch
 from bodes_steer import vllm as serving
 from bodes_steer.baselines import CAA, LinAcT
 from bodes_steer.files import Origin, save_steerer
+from bodes_steer.steerers import GaussianODE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -503,6 +504,42 @@ def test_a_name_that_is_used_again_is_another_request(points, file, caa):
     scheduler.add("a", list(range(6)), 5, {KEY: {"T": 3.0}})
     scheduler.step({"a": 6})
     scheduler.check("a", 5, 3.0, caa)
+
+
+def test_a_request_that_takes_more_input_goes_on_as_it_began(points, file, caa):
+    """What was steered is in the cache, so the place where steering begins must not move."""
+    scheduler = Scheduler(started(file), again_as_new=True)
+    scheduler.add("a", list(range(12)), 3)
+    scheduler.step({"a": 6})
+    scheduler.known.clear()
+    scheduler.requests["a"].prompt_len = 10
+    scheduler.step({"a": 6})
+    scheduler.check("a", 3, caa.T, caa)
+
+
+def test_what_a_steerer_computes_once_is_computed_at_the_start(points, tmp_path):
+    path = tmp_path / "gaussian.safetensors"
+    save_steerer(fitted(GaussianODE), path, layer=LAYER)
+    worker = started(path, T=0.5)
+    made = dict(vars(worker._steering.steerer))
+    scheduler = Scheduler(worker)
+    scheduler.add("a", list(range(6)), 2)
+    scheduler.step({"a": 6})
+    scheduler.check("a", 2, 0.5, fitted(GaussianODE))
+    assert vars(worker._steering.steerer).keys() == made.keys()
+
+
+def test_requests_of_equal_strength_are_steered_together(points, file):
+    worker = started(file)
+    calls = []
+    steerer = fitted(LinAcT)
+    points.setattr(worker._steering, "steerer", steerer)
+    points.setattr(steerer, "flow", lambda x, T: calls.append((len(x), T)) or x)
+    scheduler = Scheduler(worker)
+    for place in range(6):
+        scheduler.add(str(place), list(range(4)), 3, {KEY: {"T": 1.0 + place % 2}})
+    scheduler.step(dict.fromkeys(scheduler.requests, 4))
+    assert calls == [(6, 1.0), (6, 2.0)]
 
 
 def test_a_run_outside_of_a_step_is_not_steered(points, file):

@@ -261,6 +261,9 @@ class _Steering:
         self.pair = "residual" in inspect.signature(block.forward).parameters
         parameter = next((p for p in block.parameters() if p.is_floating_point()), None)
         self.steerer = self.steerer.to(torch.device("cpu") if parameter is None else parameter.device)
+        if hasattr(self.steerer, "prepare"):
+            # What it would else compute at the first request, which for eigenvectors takes seconds.
+            self.steerer.prepare()
         self.runner = runner
         if not hasattr(runner, "input_batch"):
             # vLLM's second runner hands the batch from function to function.
