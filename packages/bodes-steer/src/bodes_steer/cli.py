@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bodes_steer.data import TEMPLATE, check_writable, read_examples, read_prompts, split_groups, write_text
+from bodes_steer.data import KINDS, TEMPLATE, check_writable, read_examples, read_prompts, write_text
 
 if TYPE_CHECKING:
     from typer import Context
@@ -44,7 +44,6 @@ INTERRUPTED = 130
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _POSITIONS = ("from_prompt_end", "last", "all")
-_KINDS = ("auto", "preference", "labelled")
 _JUDGES = ("vader", "classifier", "endpoint")
 _PICTURES = ("trajectory", "pca")
 _FACTS_SCHEMA = "bodes-steer/groups"
@@ -158,7 +157,7 @@ def extract(
     out: Annotated[Path, typer.Option(help="Where the activations are written, .safetensors.")],
     model: Model = None,
     dtype: Dtype = None,
-    kind: Annotated[str, typer.Option(help=f"What a row is: {', '.join(_KINDS)}.")] = "auto",
+    kind: Annotated[str, typer.Option(help=f"What a row is: {', '.join(KINDS)}.")] = "auto",
     template: Annotated[
         str, typer.Option(help="How a plain prompt and response become one text; \\n is a new line.")
     ] = TEMPLATE.replace("\n", "\\n"),
@@ -178,14 +177,22 @@ def extract(
     as_json: AsJson = False,
 ) -> None:
     """Read the activations of labelled texts, for all layers in one pass; started again it goes on where it was."""
-    _choice("--kind", kind, _KINDS)
+    _choice("--kind", kind, KINDS)
     _choice("--position", position, ("last", "mean"))
     if chat:
         _refuse_idle(context, ("template",), "beside --chat")
     chosen = _layers(layers)
     _check_different_files(data=data, out=out)
-    options: dict[str, Any] = {"kind": kind, "template": template.replace("\\n", "\n"), "chat": chat, "split": split}
-    examples = read_examples(data, text_column=text_column, label_column=label_column, positive=positive, **options)
+    examples = read_examples(
+        data,
+        kind=kind,
+        template=template.replace("\\n", "\n"),
+        chat=chat,
+        text_column=text_column,
+        label_column=label_column,
+        positive=positive,
+        split=split,
+    )
     if limit is not None:
         kept = {label: [each for each in examples if each.label == label][:limit] for label in (1, 0)}
         together = {id(each) for part in kept.values() for each in part}
@@ -974,20 +981,13 @@ def _one_layer(opened: "Activations", layer: int | None) -> int:
 def _held_out(
     opened: "Activations", groups: Sequence[str] | None, layer: int, share: float, seed: int
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    pos, neg = opened.pair(layer)
+    from bodes_steer.sweeps import held_out_parts
+
     if not share:
+        pos, neg = opened.pair(layer)
         return (pos, neg), (pos[:0], neg[:0])
-    marks = [int(each) for each in opened.labels or ()] if groups is not None else [1] * len(pos) + [0] * len(neg)
-    names = [str(index) for index in range(len(marks))] if groups is None else groups
-    held = set(split_groups(names, share, seed)[1])
-    sides = []
-    for label, rows in ((1, pos), (0, neg)):
-        own = [index in held for index, mark in enumerate(marks) if mark == label]
-        sides.append((rows[[not out for out in own]], rows[own]))
-    (fit_pos, test_pos), (fit_neg, test_neg) = sides
-    if not min(map(len, (fit_pos, fit_neg, test_pos, test_neg))):
-        raise ValueError(f"--test-share {share}: a class has no text to fit on or none held out; there are too few")
-    return (fit_pos, fit_neg), (test_pos, test_neg)
+    part = held_out_parts(opened, layer, groups=groups, test_share=share, seed=seed)
+    return (part.fit_pos, part.fit_neg), (part.pos, part.neg)
 
 
 def _held_out_facts(steerer: "Steerer", fitted: tuple[Any, Any], held_out: tuple[Any, Any]) -> dict[str, Any]:

@@ -17,12 +17,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 Text = str | list[dict[str, str]]
 """A plain text, or the messages of a conversation for the chat template."""
 
-Kind = Literal["auto", "preference", "labelled"]
+KINDS = ("auto", "preference", "labelled")
+"""What rows may be."""
 
 TEMPLATE = "{prompt}\n{response}"
 """How a prompt and a response become one text (as the paper does it for UltraFeedback)."""
@@ -50,9 +51,9 @@ class Example:
 
 
 def read_examples(
-    source: "str | os.PathLike[str] | Iterable[Mapping[str, Any]]",
+    source: "str | os.PathLike[str] | Iterable[Any]",
     *,
-    kind: Kind = "auto",
+    kind: str = "auto",
     template: str = TEMPLATE,
     chat: bool = False,
     text_column: str = "text",
@@ -85,8 +86,8 @@ def read_examples(
         ImportError: A Parquet file or a folder without the extra `data`.
         OSError: The file cannot be read.
     """
-    if kind not in ("auto", "preference", "labelled"):
-        raise ValueError(f"kind={kind!r} is none of 'auto', 'preference', 'labelled'")
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is none of {', '.join(KINDS)}")
     parts = _template_parts(template)
     found: list[Example] = []
     left_out = 0
@@ -115,7 +116,7 @@ def read_examples(
     return found
 
 
-def read_prompts(source: "str | os.PathLike[str] | Iterable[Mapping[str, Any]]", *, chat: bool = False) -> list[Text]:
+def read_prompts(source: "str | os.PathLike[str] | Iterable[Any]", *, chat: bool = False) -> list[Text]:
     """Read prompts to continue.
 
     Args:
@@ -253,7 +254,7 @@ def _template_parts(template: str) -> tuple[str, str, str]:
     return before, between, after
 
 
-def _kind_of(row: Mapping[str, Any], where: str, text_column: str, label_column: str) -> Kind:
+def _kind_of(row: Mapping[str, Any], where: str, text_column: str, label_column: str) -> str:
     if "chosen" in row or "rejected" in row:
         return "preference"
     if (text_column in row or "messages" in row) and label_column in row:
@@ -381,7 +382,7 @@ def _short(value: object) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def _rows(source: "str | os.PathLike[str] | Iterable[Mapping[str, Any]]", split: str | None) -> _Rows:
+def _rows(source: "str | os.PathLike[str] | Iterable[Any]", split: str | None) -> _Rows:
     """The rows of whatever it is, each with the place where it stands."""
     if isinstance(source, str | os.PathLike):
         path = Path(source)

@@ -400,12 +400,12 @@ def run_demo(
                 T=length,
                 batch_size=batch_size,
                 seed=seed,
+                advance=bar.update,
                 max_new_tokens=new_tokens,
                 do_sample=True,
                 top_p=0.9,
                 temperature=0.7,
             )
-            bar.update(len(prompts))
 
     def paired(first: str, second: str) -> "PairedBootstrap":
         return paired_bootstrap(by_prompt(found[first].scores), by_prompt(found[second].scores), seed=seed)

@@ -86,8 +86,6 @@ def export_gguf(
 
 
 def _direction(steerer: "Steerer", layer: int, T: float | None) -> Any:  # noqa: N803  # the paper's name
-    import numpy as np
-
     if layer < 1:
         raise ValueError(f"layer={layer!r}: llama.cpp steers the outputs of blocks from 1 on, counted from 0")
     vector = steerer.constant_vector
@@ -97,10 +95,10 @@ def _direction(steerer: "Steerer", layer: int, T: float | None) -> Any:  # noqa:
             "same vector everywhere; export a constant method such as CAA, RepE, ITI or LinearODE"
         )
     strength = float(steerer.T if T is None else T)
-    direction = (strength * vector.detach().cpu().double()).numpy().astype(np.float32)
-    if not np.isfinite(direction).all():
+    direction = (strength * vector.detach().cpu().double()).float()
+    if not bool(direction.isfinite().all()):
         raise ValueError(f"T={strength}: the direction of layer {layer} is not finite in float32")
-    return direction
+    return direction.numpy()
 
 
 def _gguf() -> Any:

@@ -65,9 +65,11 @@ def plot_pareto(
     """
     gain, cost = gain or table.gain, cost or table.cost
     front = table.pareto(gain=gain, cost=cost)
+    if not front:
+        raise ValueError(f"no row of the table has both {gain} and {cost}")
     lines: dict[str, list[tuple[float, float, float]]] = {}
     several = len({row["layer"] for row in table.rows if row["method"] != "none"}) > 1
-    for row in table.rows:
+    for row in table.known(gain, cost):
         name = f"{row['method']}, layer {row['layer']}" if several and row["method"] != "none" else str(row["method"])
         lines.setdefault(name, []).append((float(row["T"]), float(row[cost]), float(row[gain])))
 

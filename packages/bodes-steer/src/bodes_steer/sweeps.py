@@ -74,6 +74,22 @@ class Table:
         """The names of the columns, in order."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
+    def _check_columns(self, *names: str) -> None:
+        for name in names:
+            if name not in self.columns:
+                raise ValueError(f"there is no column {name!r}; the columns are {self.columns}")
+
+    def known(self, *names: str) -> list[Mapping[str, Any]]:
+        """The rows that have a number in each of some columns.
+
+        Args:
+            names: The columns.
+
+        Returns:
+            Rows, in order; those where a number could not be had, such as the perplexity of nothing, are left out.
+        """
+        return [row for row in self.rows if all(row.get(name) is not None for name in names)]
+
     def pareto(self, *, gain: str | None = None, cost: str | None = None) -> list[Mapping[str, Any]]:
         """The rows that no other one beats: none is at least as good in both columns and better in one.
 
@@ -88,11 +104,10 @@ class Table:
             ValueError: There is no such column.
         """
         gain, cost = gain or self.gain, cost or self.cost
-        for name in (gain, cost):
-            if name not in self.columns:
-                raise ValueError(f"there is no column {name!r}; the columns are {self.columns}")
+        self._check_columns(gain, cost)
         # At one cost only the first of the best gains can stay, and then only one with a gain above all before it.
-        order = sorted(self.rows, key=lambda row: (float(row[cost]), -float(row[gain])))
+        known = self.known(gain, cost)
+        order = sorted(known, key=lambda row: (float(row[cost]), -float(row[gain])))
         front: list[Mapping[str, Any]] = []
         for row in order:
             same = bool(front) and (row[gain], row[cost]) == (front[-1][gain], front[-1][cost])
@@ -112,7 +127,7 @@ class Table:
         Raises:
             ValueError: No row costs so little.
         """
-        affordable = [row for row in self.rows if float(row[self.cost]) <= most_cost]
+        affordable = [row for row in self.known(self.gain, self.cost) if float(row[self.cost]) <= most_cost]
         if not affordable:
             raise ValueError(f"most_cost={most_cost}: no row has a lower {self.cost}")
         return max(affordable, key=lambda row: (float(row[self.gain]), -float(row[self.cost])))
@@ -150,7 +165,10 @@ class Table:
             table = cls(str(body["of"]), rows, str(body["gain"]), str(body["cost"]))
             # What no picture or choice could be made of.
             for row in table.rows:
-                float(row[table.gain]), float(row[table.cost]), int(row["layer"])
+                int(row["layer"]), str(row["method"] if table.of == "methods" else "")
+                for name in (table.gain, table.cost):
+                    if row[name] is not None:
+                        float(row[name])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"it is no valid table ({type(error).__name__}: {error})") from None
         if not rows:
@@ -235,6 +253,7 @@ def written_texts(
     positions: "Positions" = "from_prompt_end",
     batch_size: int = 8,
     seed: int = 0,
+    advance: Callable[[int], object] = lambda texts: None,
     **generate_kwargs: Any,
 ) -> "Texts":
     """Let a model write under one condition, and judge it.
@@ -250,6 +269,7 @@ def written_texts(
         positions: As for `steer`.
         batch_size: Prompts in one call of `generate`.
         seed: Every batch begins with the same random state under every condition.
+        advance: Told how many more texts are written.
         generate_kwargs: As for `model.generate`.
 
     Returns:
@@ -265,7 +285,9 @@ def written_texts(
     for first in range(0, len(prompts), batch_size):
         with torch.random.fork_rng():
             torch.manual_seed(seed + first)
-            written += steered.generate(list(prompts[first : first + batch_size]), **generate_kwargs)
+            batch = list(prompts[first : first + batch_size])
+            written += steered.generate(batch, **generate_kwargs)
+        advance(len(batch))
     return Texts(
         completions=tuple(written),
         scores=tuple(judge_scores(judge, prompts, written)),
@@ -406,7 +428,8 @@ def sweep(
                 point = make()
                 # Of account only after fitting, so it is known here for the first time.
                 head = {**head, "T": point.T}
-                found = {name: float(value) for name, value in judge(point).items()}
+                # JSON has no nan.
+                found = {name: float(value) if math.isfinite(value) else None for name, value in judge(point).items()}
                 for name in (gain, cost):
                     if name not in found:
                         raise ValueError(f"the metric gives {sorted(found)}, and not {name!r}")
@@ -426,7 +449,7 @@ def sweep(
         for layer, name, strength in choices:
             part = parts[layer]
 
-            def make(layer: int = layer, name: str = name, strength: float = strength, part: "_Part" = part) -> Point:
+            def make(layer: int = layer, name: str = name, strength: float = strength, part: "Part" = part) -> Point:
                 nonlocal fitted
                 if fitted is None or fitted[:2] != (layer, name):
                     fitted = (layer, name, _fit(name, options[name], seed, part))
@@ -504,13 +527,46 @@ def sweep_layers(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-    """The rows of a layer: those to fit on and those that are held out."""
+class Part:
+    """The rows of a layer.
 
-    fit_pos: Tensor
-    fit_neg: Tensor
-    pos: Tensor
-    neg: Tensor
+    Attributes:
+        fit_pos: `[rows, d]`, positives to fit on.
+        fit_neg: `[rows, d]`, negatives to fit on.
+        pos: `[rows, d]`, held-out positives.
+        neg: `[rows, d]`, held-out negatives.
+    """
+
+    fit_pos: Float[Tensor, "positives d"]
+    fit_neg: Float[Tensor, "negatives d"]
+    pos: Float[Tensor, "test_positives d"]
+    neg: Float[Tensor, "test_negatives d"]
+
+
+def held_out_parts(
+    activations: "Activations | Mapping[int, tuple[Tensor, Tensor]]",
+    layer: int,
+    *,
+    groups: Sequence[str] | None = None,
+    test_share: float = 0.25,
+    seed: int = 0,
+) -> Part:
+    """Hold some rows of a layer out.
+
+    Args:
+        activations: As for `sweep`.
+        layer: Which layer.
+        groups: As for `sweep`.
+        test_share: As for `sweep`.
+        seed: As for `sweep`; the same seed holds the same texts out at every layer.
+
+    Returns:
+        The rows.
+
+    Raises:
+        ValueError: As `sweep`.
+    """
+    return _parts(_pairs(activations, [layer])[layer], groups, activations, test_share, seed)
 
 
 def _pairs(
@@ -532,32 +588,47 @@ def _parts(
     activations: "Activations | Mapping[int, tuple[Tensor, Tensor]]",
     test_share: float,
     seed: int,
-) -> _Part:
+) -> Part:
     pos, neg = pair
+    texts, marks = _texts_of(activations, groups)
     if groups is None:
-        of_pos, of_neg = ([f"{kind}{index}" for index in range(len(rows))] for kind, rows in (("+", pos), ("-", neg)))
+        # Of each class its share; the rows of one text stay together.
+        of_pos, of_neg = (
+            [f"row {index}" for index in range(len(rows))]
+            if texts is None
+            else [str(text) for text, mark in zip(texts, marks, strict=True) if mark == label]
+            for label, rows in ((1, pos), (0, neg))
+        )
         halves = [split_groups(of_pos, test_share, seed), split_groups(of_neg, test_share, seed)]
     else:
-        labels = None if isinstance(activations, Mapping) else activations.labels
-        if labels is None:
-            raise ValueError("groups are for activations that have labels, in whose order they are")
-        marks = [int(each) for each in labels]
-        if len(groups) != len(marks):
-            raise ValueError(f"there are {len(groups)} groups for {len(marks)} texts")
         held_out = {groups[index] for index in split_groups(groups, test_share, seed)[1]}
         halves = []
         for label in (1, 0):
-            own = [group in held_out for group, mark in zip(groups, marks, strict=True) if mark == label]
+            own = [groups[text] in held_out for text, mark in zip(texts or (), marks, strict=True) if mark == label]
             halves.append(([i for i, out in enumerate(own) if not out], [i for i, out in enumerate(own) if out]))
     for (fit, held), word in zip(halves, ("positive", "negative"), strict=True):
         if len(fit) < 1 or len(held) < 2:
             raise ValueError(
                 f"{len(fit)} {word} rows to fit on and {len(held)} held out are too few; at least 1 and 2 are needed"
             )
-    return _Part(pos[halves[0][0]], neg[halves[1][0]], pos[halves[0][1]], neg[halves[1][1]])
+    return Part(pos[halves[0][0]], neg[halves[1][0]], pos[halves[0][1]], neg[halves[1][1]])
 
 
-def _fit(name: str, options: Mapping[str, Any], seed: int, part: _Part) -> Steerer:
+def _texts_of(
+    activations: "Activations | Mapping[int, tuple[Tensor, Tensor]]", groups: Sequence[str] | None
+) -> tuple[list[int] | None, list[int]]:
+    """The text and the label of each row; no texts where rows came without."""
+    labels = None if isinstance(activations, Mapping) else activations.labels
+    if isinstance(activations, Mapping) or labels is None:
+        if groups is not None:
+            raise ValueError("groups are for activations that have labels, in whose order they are")
+        return None, []
+    if groups is not None and len(groups) != len(labels):
+        raise ValueError(f"there are {len(groups)} groups for {len(labels)} texts")
+    return activations.text_index.tolist(), labels[activations.text_index].tolist()
+
+
+def _fit(name: str, options: Mapping[str, Any], seed: int, part: Part) -> Steerer:
     steerer = make_steerer(name, **options)
     if "random_state" in steerer.get_params() and "random_state" not in options:
         steerer.set_params(random_state=seed)
