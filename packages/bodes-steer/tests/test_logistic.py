@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from bodes_steer.logistic import fit_logistic
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_expit
 from sklearn.linear_model import LogisticRegression
@@ -24,6 +24,7 @@ def logistic_objective(features, labels, coef, intercept, C):  # noqa: N803  # s
     return 0.5 * coef @ coef - C * log_expit(margins).sum()
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.sampled_from([0.01, 1.0, 100.0]), st.booleans())
 def test_it_is_scikit_learns_optimum(seed, C, fit_intercept):  # noqa: N803  # scikit-learn's letter
     features, labels = problem(80, 5, seed)

@@ -21,7 +21,11 @@ Loss: TypeAlias = Literal["logistic", "squared_hinge"]
 BLOCK_ROWS = 64
 """A whole tensor is read in blocks of so many rows, so that both products with a block find it in the cache."""
 
-HISTORY = 20
+PARTIAL_BLOCKS = 8
+"""Gradients of so many blocks are added up in the type of the features before they go into the float64 sum."""
+
+HISTORY = 50
+"""Steps that L-BFGS remembers: more than is usual, since a vector costs little beside a pass over the features."""
 
 ROUNDING = 1e-8
 """A gradient of this share of the first one is as small as float64 can tell, if no step makes it smaller."""
@@ -152,7 +156,7 @@ class _Objective:
         total: Tensor | None = None
         rows = 0
         for block in stream():
-            part = block.sum(dim=0, dtype=torch.float64)
+            part = block.sum(dim=0).double()
             total = part if total is None else total + part
             rows += len(block)
             self.device, self.dtype = block.device, block.dtype
@@ -182,34 +186,44 @@ class _Objective:
         weights = torch.from_numpy(coef).to(self.device)
         w = weights if self.precise else weights.to(self.dtype)
         gradient = torch.zeros_like(weights)
-        value = torch.zeros((), dtype=torch.float64, device=self.device)
-        slope, curvature = value.clone(), value.clone()
+        partial = torch.zeros_like(w)
+        parts: list[Tensor] = []
         first = 0
         for stored in self.stream():
             block = stored.to(w.dtype)
-            labels = self.labels[first : first + len(block)]
-            losses, residuals, curvatures = self._loss((block @ w).double() + intercept, labels)
-            value += losses.sum()
-            slope += residuals.sum()
-            curvature += curvatures.sum()
-            gradient += residuals.to(w.dtype) @ block
+            logits = (block @ w).double() + intercept
+            residuals = self._residuals(logits, self.labels[first : first + len(block)])
+            partial.addmv_(block.T, residuals.to(w.dtype))
+            parts.append(logits)
             first += len(block)
-        gradient = weights + self.C * (gradient - slope * self.mean)
-        total = 0.5 * float(weights @ weights) + self.C * float(value)
-        out = gradient.cpu().numpy()
+            if len(parts) % PARTIAL_BLOCKS == 0:
+                gradient += partial
+                partial.zero_()
+        gradient += partial
+        logits = torch.cat(parts)
+        losses, curvatures = self._losses(logits)
+        slope = self._residuals(logits, self.labels).sum()
+        total = 0.5 * float(weights @ weights) + self.C * float(losses.sum())
+        out = (weights + self.C * (gradient - slope * self.mean)).cpu().numpy()
         if self.fit_intercept:
             out = np.append(out, self.C * float(slope))
-        return total, out, self.C * float(curvature)
+        return total, out, self.C * float(curvatures.sum())
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses, and their first and second derivatives with respect to the logits."""
+    def _residuals(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The losses' first derivatives with respect to the logits."""
+        if self.loss == "logistic":
+            return torch.sigmoid(logits) - labels
+        signs = 2 * labels - 1
+        return -2 * signs * (1 - signs * logits).clamp_min(0)
+
+    def _losses(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses of all rows, and their second derivatives."""
         if self.loss == "logistic":
             probabilities = torch.sigmoid(logits)
-            losses = functional.softplus(logits, threshold=700) - labels * logits
-            return losses, probabilities - labels, probabilities * (1 - probabilities)
-        signs = 2 * labels - 1
-        short = (1 - signs * logits).clamp_min(0)
-        return short.square(), -2 * signs * short, 2 * (short > 0).double()
+            losses = functional.softplus(logits, threshold=700) - self.labels * logits
+            return losses, probabilities * (1 - probabilities)
+        short = (1 - (2 * self.labels - 1) * logits).clamp_min(0)
+        return short.square(), 2 * (short > 0).double()
 
 
 class _Search:
@@ -255,7 +269,7 @@ class _Search:
             )
             if not np.array_equal(found.x, self._last[0]):
                 self._note(found.x)
-            # Where the loss far outweighs the penalty, rounding can end the search before the bound, which is loose then.
+            # Where the loss far outweighs the penalty the bound is loose, and rounding can end the search before it.
             self._accept(stalled=self.iterations < max_iter)
         return self._last[0]
 
