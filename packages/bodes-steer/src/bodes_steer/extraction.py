@@ -849,7 +849,8 @@ def _bytes_digest(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     digest = hashlib.sha256()
     for start in range(0, len(flat), _BLOCK):
-        digest.update(memoryview(flat[start : start + _BLOCK].numpy()))
+        block: Any = flat[start : start + _BLOCK].numpy()
+        digest.update(block)
     return digest.hexdigest()
 
 

@@ -17,6 +17,7 @@ import math
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,7 @@ def steer(
             mover = _Mover(target, watch)
             stack.callback(mover.close)
             stack.callback(target.module.register_forward_hook(mover.after_block).remove)
+            stack.enter_context(_noticed(target.module))
         yield model
 
 
@@ -274,6 +276,42 @@ class _Generate:
             return self.shared
         found: Prompt | None = getattr(self.local, "prompt", None)
         return found
+
+
+# Of each steered block its own `forward` (None without one), what stands there now, and the contexts that are open.
+_MARKED: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, int]]" = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _noticed(block: nn.Module) -> Iterator[None]:
+    """Let compiled code notice that a block has another hook.
+
+    Code compiled before would pass over it: torch does not look for hooks again, but it does for a `forward` of the
+    instance. So the block gets one, which is its own.
+    """
+    own, _, users = _MARKED.get(block, (vars(block).get("forward"), None, 0))
+    _mark(block, own, users + 1)
+    try:
+        yield
+    finally:
+        own, current, users = _MARKED[block]
+        if vars(block).get("forward") is not current:
+            del _MARKED[block]  # whoever put another one there has to take it away
+        elif users > 1:
+            _mark(block, own, users - 1)
+        else:
+            del _MARKED[block]
+            if own is None:
+                del block.forward
+            else:
+                block.forward = own
+
+
+def _mark(block: nn.Module, own: Any, users: int) -> None:
+    # Of a kind that is bound to the copy when the block is copied.
+    function = types.MethodType(type(block).forward, block) if own is None else functools.partial(own)
+    block.forward = function
+    _MARKED[block] = (own, function, users)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ is the harness's own `lm_eval` with one more model. (`lm_eval` alone cannot find
 own list only, without entry points.) `harness_model` makes the same from objects.
 
 The model is steered during the harness's calls and untouched between them. Log-likelihoods are steered from the last
-token of each request's context on, whatever shares its batch; texts that are generated from the last token of the prompt.
+token of each request's context on, whatever shares its batch; texts are from the last token of their prompt on.
 """
 
 import functools
@@ -101,7 +101,7 @@ def register() -> type[Any]:
                 # Before the model, so that a mistake in the file is told at once.
                 steerer = load_steerer(steerer)
             self.steerer = steerer
-            self.steering = {
+            self.steering: dict[str, Any] = {
                 "layer": None if layer is None else int(layer),
                 "T": T if T is None or isinstance(T, Mapping) else float(T),
             }
