@@ -1,7 +1,9 @@
 """MC1 and MC2 on TruthfulQA with SmolLM2: the plain model, CAA, ITI, one step and ten steps of the flow.
 
-Prompt, answers, scores, folds and the choice of T are as `bodes_steer.truthfulqa` states them. The probes' accuracy on
-the half that was not fitted on is shown beside: how much of truth can be read off the block's output at all.
+Prompt, answers, scores, folds and the choice of T are as `bodes_steer.truthfulqa` states them. Two things stand beside:
+
+* The probes' accuracy on the half that was not fitted on: how much of truth can be read off the block's output at all.
+* Random directions at every strength of the grid, on all questions: what MC1 and MC2 do when one pushes just anywhere.
 
 Run as `python bench_truthfulqa.py --csv TruthfulQA.csv [--json FILE] [--journal FILE] [--questions 100]`.
 """
@@ -11,11 +13,14 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from bodes_steer.baselines import CAA
+from bodes_steer.metrics import paired_bootstrap
 from bodes_steer.steerers import make_steerer
 from bodes_steer.truthfulqa import (
     METHODS,
@@ -31,9 +36,8 @@ from separata_embedded import load_smollm2
 PROBES = {"sketch": "step-odesteer", "raw linear": "linear-ode"}
 
 
-def probe_accuracy(scorer: AnswerScorer, seed: int) -> dict[str, float]:
+def probe_accuracy(scorer: AnswerScorer, states: Sequence[torch.Tensor], seed: int) -> dict[str, float]:
     """Share of held-out answers on the right side of h = 0, mean of both classes and both folds."""
-    states = [scorer.plain(place)[1] for place in range(len(scorer.questions))]
     correct = [len(question.correct) for question in scorer.questions]
     halves = two_halves(len(states), seed)
     shares: dict[str, list[float]] = {name: [] for name in PROBES}
@@ -49,6 +53,28 @@ def probe_accuracy(scorer: AnswerScorer, seed: int) -> dict[str, float]:
             pos, neg = (steerer.log_ratio(each) for each in classes[1])
             shares[name] += [float((pos > 0).float().mean()), float((neg < 0).float().mean())]
     return {name: sum(values) / len(values) for name, values in shares.items()}
+
+
+def random_directions(
+    scorer: AnswerScorer, plain: Sequence[Sequence[float]], states: Sequence[torch.Tensor], seed: int
+) -> list[dict[str, Any]]:
+    """MC1 and MC2 by strength when activations are moved in random directions, and the change of MC2 from the plain."""
+    rows = torch.cat(list(states))
+    settings = []
+    for number, share in enumerate(STRENGTHS):
+        # A direction for each strength: those of one draw only would stand or fall together.
+        generator = torch.Generator().manual_seed(seed + number)
+        steerer = CAA().fit(rows, rows + torch.randn(rows.shape[1], generator=generator))
+        settings.append((steerer, steerer.absolute_T(share)))
+    found = [scorer.steered(place, settings) for place in range(len(scorer.questions))]
+    before = [question.scores(each)[1] for question, each in zip(scorer.questions, plain, strict=True)]
+    rows_of_table = []
+    for number, share in enumerate(STRENGTHS):
+        pairs = [question.scores(each[number]) for question, each in zip(scorer.questions, found, strict=True)]
+        mc1, mc2 = zip(*pairs, strict=True)
+        change = paired_bootstrap(before, mc2, seed=seed).to_json()
+        rows_of_table.append({"share": share, "mc1": sum(mc1) / len(mc1), "mc2": sum(mc2) / len(mc2), "change": change})
+    return rows_of_table
 
 
 def _after(count: int) -> slice:
@@ -77,8 +103,17 @@ def main() -> None:
     )
     seconds = time.monotonic() - began
     print(found.table(), flush=True)
-    accuracy = probe_accuracy(AnswerScorer(model, tokenizer, questions, arguments.layer), arguments.seed)
+    scorer = AnswerScorer(model, tokenizer, questions, found.layer)
+    plain, states = zip(*(scorer.plain(place) for place in range(len(questions))), strict=True)
+    accuracy = probe_accuracy(scorer, states, arguments.seed)
     print("held-out probe accuracy: " + ", ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
+    control = random_directions(scorer, plain, states, arguments.seed)
+    for each in control:
+        low, high = each["change"]["interval"]
+        print(
+            f"random direction, share {each['share']:g}: MC1 {100 * each['mc1']:.1f} %, MC2 {100 * each['mc2']:.1f} % "
+            f"({100 * each['change']['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}])"
+        )
     print(f"{seconds:.0f} s for the scores")
 
     if arguments.json:
@@ -94,6 +129,7 @@ def main() -> None:
             "methods": list(METHODS),
             "seconds": round(seconds),
             "probe_accuracy": accuracy,
+            "random_directions": control,
             **found.to_json(),
         }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

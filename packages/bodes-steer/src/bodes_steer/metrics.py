@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import ArrayLike
 from separata_core.models import logit_scaling, output_projection
 from separata_core.vocab import vocab_log_probs
 from torch import Tensor, nn
@@ -414,7 +413,7 @@ def _texts(name: str, texts: Sequence[str]) -> list[str]:
     return list(texts)
 
 
-def _numbers(name: str, values: ArrayLike) -> "np.ndarray[Any, np.dtype[np.float64]]":
+def _numbers(name: str, values: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.float64]]":
     found = np.asarray(values, dtype=np.float64)
     if found.ndim != 1 or not len(found):
         raise ValueError(f"{name} has shape {found.shape}; it must be a list of one number or more")
@@ -425,7 +424,7 @@ def _numbers(name: str, values: ArrayLike) -> "np.ndarray[Any, np.dtype[np.float
 
 
 def _pairs(
-    first: ArrayLike, second: ArrayLike, first_name: str, second_name: str
+    first: Sequence[float], second: Sequence[float], first_name: str, second_name: str
 ) -> "tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]]":
     ours, theirs = _numbers(first_name, first), _numbers(second_name, second)
     if len(ours) != len(theirs):

@@ -59,7 +59,7 @@ VANILLA = "vanilla"
 METHODS = ("caa", "iti", "step-odesteer", "odesteer")
 """The methods that are compared by default."""
 
-STRENGTHS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+STRENGTHS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 """Shares of the median activation norm from which the strength is chosen."""
 
 Metric = Literal["mc1", "mc2"]
@@ -635,7 +635,7 @@ class TruthfulQA:
                 for each in self.conditions
             ],
             "comparisons": [
-                {"before": before, "after": after, "metric": metric, **self.compare(before, after, metric).to_json()}
+                {"baseline": before, "method": after, "metric": metric, **self.compare(before, after, metric).to_json()}
                 for before, after in self.comparisons()
                 for metric in ("mc1", "mc2")
             ],
