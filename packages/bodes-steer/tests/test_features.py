@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from bodes_steer import features
 from bodes_steer.features import IdentityFeatures, PolynomialCountSketch, RandomFourierFeatures
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,7 +116,6 @@ def test_the_same_seed_gives_the_same_bits():
 
 
 def test_columns_are_added_one_of_each_hash_at_a_time(monkeypatch):
-    from bodes_steer import features
 
     values = torch.arange(12.0).reshape(2, 6)
     index = torch.tensor([3, 1, 3, 3, 0, 1])
@@ -151,7 +151,8 @@ def test_the_width_of_the_waves_is_the_median_distance():
         assert RandomFourierFeatures(4).fit(torch.ones(3, 2)).sigma_ == 1.0
 
 
-def test_types_and_blocks_of_rows():
+def test_types_and_blocks_of_rows(monkeypatch):
+    monkeypatch.setattr(features, "block_rows", lambda device: 64)
     sketch = PolynomialCountSketch(n_components=50, random_state=0).fit(ROWS)
     exact = sketch.transform(ROWS)
     assert exact.dtype == torch.float64
@@ -163,6 +164,15 @@ def test_types_and_blocks_of_rows():
     assert len(blocks) > 1
     assert torch.equal(torch.cat(blocks), exact)
     assert RandomFourierFeatures(4).fit(ROWS.half()).frequencies_.dtype == torch.float32
+
+
+def test_more_rows_at_once_where_operations_wait(monkeypatch):
+
+    rows = {}
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        rows[threads] = features.block_rows(torch.device("cpu"))
+    assert rows[1] < rows[2] < features.block_rows(torch.device("cuda"))
 
 
 def test_a_copy_elsewhere():

@@ -25,11 +25,23 @@ from torch import Tensor
 from bodes_steer.checks import Rows, as_given, as_rows
 from bodes_steer.quadratic import Quadratic, normalise, normalised_gradient
 
-BLOCK_ROWS = 64
-"""Rows computed at once: the features of so many lie in a core's cache."""
-
 MEDIAN_ROWS = 1000
 """Of more rows than these, the median distance is that of a sample."""
+
+
+def block_rows(device: torch.device) -> int:
+    """How many rows are worth computing at once.
+
+    Args:
+        device: Where they lie.
+
+    Returns:
+        On one thread, as many as have their features in a core's cache; more where each operation has to wait for
+        several threads, or to be launched.
+    """
+    if device.type == "cpu":
+        return 64 if torch.get_num_threads() == 1 else 512
+    return 4096
 
 
 def estimator_rows(estimator: Any, X: Rows, *, reset: bool) -> Float[Tensor, "rows d"]:  # noqa: N803  # scikit-learn's letter
@@ -102,7 +114,7 @@ class FeatureMap(TransformerMixin, BaseEstimator, abc.ABC):  # type: ignore[misc
             Features of consecutive rows.
         """
         with torch.no_grad():
-            for rows in torch.split(a, BLOCK_ROWS):
+            for rows in torch.split(a, block_rows(a.device)):
                 yield self.features(rows)
 
     def transform(self, X: Rows) -> Any:  # noqa: N803  # scikit-learn's letter
@@ -149,10 +161,11 @@ class FeatureMap(TransformerMixin, BaseEstimator, abc.ABC):  # type: ignore[misc
                 f"w has shape {list(weights.shape)}; it must be [{self.width}] or [{len(rows)}, {self.width}]"
             )
         with torch.no_grad():
+            size = block_rows(rows.device)
             if weights.ndim == 1:
-                parts = [self.gradient(each, weights) for each in torch.split(rows, BLOCK_ROWS)]
+                parts = [self.gradient(each, weights) for each in torch.split(rows, size)]
             else:
-                pairs = zip(torch.split(rows, BLOCK_ROWS), torch.split(weights, BLOCK_ROWS), strict=True)
+                pairs = zip(torch.split(rows, size), torch.split(weights, size), strict=True)
                 parts = [self.gradient(each, own) for each, own in pairs]
         return as_given(torch.cat(parts), X)
 

@@ -13,13 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from bodes_steer.features import block_rows
+
 Blocks: TypeAlias = Tensor | Sequence[Tensor] | Callable[[], Iterable[Tensor]]
 """Features `[rows, n]`: whole, in blocks of rows, or as a function that yields the same blocks at each call."""
 
 Loss: TypeAlias = Literal["logistic", "squared_hinge"]
-
-BLOCK_ROWS = 64
-"""A whole tensor is read in blocks of so many rows, so that both products with a block find it in the cache."""
 
 PARTIAL_BLOCKS = 8
 """Gradients of so many blocks are added up in the type of the features before they go into the float64 sum."""
@@ -133,7 +132,7 @@ def fit_logistic(
 
 def _stream(blocks: Blocks) -> Callable[[], Iterable[Tensor]]:
     if isinstance(blocks, Tensor):
-        parts = torch.split(blocks, BLOCK_ROWS)
+        parts = torch.split(blocks, block_rows(blocks.device))
         return lambda: parts
     if callable(blocks):
         return blocks
