@@ -12,6 +12,7 @@ from bodes_steer.truthfulqa import (
     Condition,
     Question,
     TruthfulQA,
+    _Journal,
     evaluate_truthfulqa,
     read_truthfulqa,
     split_answers,
@@ -250,14 +251,22 @@ def test_what_is_scored_does_not_touch_what_is_chosen(finished):
         assert other[method].folds[1].choice != pytest.approx(found[method].folds[1].choice, abs=1e-5)
 
 
-def test_a_run_that_was_cut_off_anywhere_continues(finished, tmp_path):
+def test_a_run_that_was_cut_off_continues(finished, tmp_path):
     found, journal = finished
     ends = [place + 1 for place, byte in enumerate(journal) if byte == ord("\n")]
-    for length in (10, ends[12] + 7):
-        path = tmp_path / "scores.jsonl"
-        path.write_bytes(journal[:length])
-        assert evaluate(questions(9), journal=path) == found
-        assert path.read_bytes() == journal
+    path = tmp_path / "scores.jsonl"
+    path.write_bytes(journal[: ends[12] + 7])
+    assert evaluate(questions(9), journal=path) == found
+    assert path.read_bytes() == journal
+
+
+def test_a_first_line_that_was_cut_off_is_written_again(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    for content in (b"", b'{"schema":"bodes'):
+        path.write_bytes(content)
+        with _Journal(path, {"seed": 1}):
+            pass
+        assert json.loads(path.read_bytes())["seed"] == 1
 
 
 def test_a_journal_of_something_else_is_left_alone(finished, tmp_path):
