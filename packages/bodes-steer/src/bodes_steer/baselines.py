@@ -171,8 +171,8 @@ class LinAcT(Steerer):
         scale = (t * s).sum(dim=0) / (s.square().sum(dim=0) + 1e-10)
         self.scale_ = scale.to(pos.dtype)
         self.shift_ = (target_mean - scale * source_mean).to(pos.dtype)
-        if not bool((scale - 1).any()):
-            warn_of_zero(self.shift_, self.method)
+        if torch.allclose(scale, torch.ones_like(scale)) and torch.allclose(target_mean, source_mean):
+            warn_of_zero(torch.zeros_like(scale), self.method)
 
     def _velocity(self, x: Tensor) -> Tensor:
         return torch.addcmul(self.shift_.to(x.dtype), x, self.scale_.to(x.dtype) - 1.0)

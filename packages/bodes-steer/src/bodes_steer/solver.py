@@ -54,11 +54,11 @@ class Trajectory:
         return cls(states, times, log_ratios, torch.arccos(cosine))
 
 
-def unit_speed(gradient: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+def unit_speed(gradient: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
     """The field that is followed: `g / (||g|| + 1e-10)`, 0 where the gradient is 0.
 
     Args:
-        gradient: Gradient of the barrier, `[rows, d]`.
+        gradient: Gradient of the barrier, `[..., d]`.
 
     Returns:
         Its direction, of length 1.

@@ -12,7 +12,7 @@ import importlib.util
 import math
 import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -22,34 +22,11 @@ from bodes_steer.features import PolynomialCountSketch
 from bodes_steer.quadratic import NORM_EPSILON, Quadratic, Spectral
 from bodes_steer.solver import SPEED_FLOOR
 
+PACKED_ROWS = 16
+"""Rows transformed at once: of more, the sketches do not stay in the cache of a core."""
 
-class Slope(Protocol):
-    """A barrier that is quadratic in x, which is the activation or its direction.
-
-    Attributes:
-        linear: `[d]`, m.
-        constant: c.
-        normalize: Whether x is the direction of the activation.
-    """
-
-    @property
-    def linear(self) -> Tensor:
-        """The linear term m."""
-        ...
-
-    @property
-    def constant(self) -> float:
-        """The constant term c."""
-        ...
-
-    @property
-    def normalize(self) -> bool:
-        """Whether x is the direction."""
-        ...
-
-    def __call__(self, x: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
-        """The slope `M x + m`."""
-        ...
+FEW_ROWS = 2
+"""Up to so many rows a transform in two dimensions takes less time (24 against 35 us for a row of 8000, on a CPU)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,27 +84,36 @@ class Packed:
     with `Q_1 = S_2` and `Q_2 = S_1`. Both fit into one complex vector, `q = S_2 + i S_1`, whose correlation with w is
     `C_1 + i C_2`, as w is real. That is `F^-1(F(w) n F^-1(q))`: two transforms in place of four.
 
+    Where n is a product of two factors without a common divisor, indices modulo n are pairs of indices modulo the
+    factors, and the transform is one in two dimensions, whose short transforms cost a single row less.
+
     Attributes:
+        shape: `(n,)` or the two factors of n.
         scatter: `[2 d]`, places in q, seen as `[2 n]` real numbers, to which the d entries of S_2 and of S_1 go.
         gather: `[2 d]`, places in `C_1 + i C_2`, likewise, from which the slope comes.
         scatter_signs: `[2, d]`, s_2 and s_1 times sqrt(gamma).
-        gather_signs: `[2, d]`, s_1 and s_2 times sqrt(gamma).
+        first_signs: `[d]`, s_1 times sqrt(gamma).
+        second_signs: `[d]`, s_2 times sqrt(gamma).
         origin: `[2 n]`, q of the constant coordinate alone.
-        transform: `[n]`, complex, the transform of w over n.
+        transform: Complex, of the shape above, the transform of w over n.
         linear: `[d]`, m, the slope at 0.
         constant: c.
         normalize: Whether x is the direction of the activation.
+        few: The same for few rows, where there is a better one.
     """
 
+    shape: tuple[int, ...]
     scatter: Int[Tensor, "places"]
     gather: Int[Tensor, "places"]
     scatter_signs: Float[Tensor, "2 d"]
-    gather_signs: Float[Tensor, "2 d"]
+    first_signs: Float[Tensor, "d"]
+    second_signs: Float[Tensor, "d"]
     origin: Float[Tensor, "doubled"]
     transform: Tensor
     linear: Float[Tensor, "d"]
     constant: float
     normalize: bool
+    few: "Packed | None" = None
 
     @classmethod
     def of(cls, sketch: PolynomialCountSketch, weights: Tensor, constant: float, like: Tensor) -> "Packed":
@@ -138,42 +124,98 @@ class Packed:
             weights: `[n]`.
             constant: Added to `w . phi`.
             like: Gives type and device.
+
+        Returns:
+            The slope.
         """
         n, d = sketch.n_components, sketch.n_features_in_
-        index = sketch.index_hash_.to(like.device)
+        if sketch.coef0:
+            signs, index = sketch.sign_hash_.to(like), sketch.index_hash_.to(like.device)
+            place = (index[0, d] + index[1, d]) % n
+            constant += float(sketch.coef0 * signs[0, d] * signs[1, d] * weights.to(like)[place])
+        split = coprime_factors(n)
+        few = None if split is None else cls._make(sketch, weights, constant, like, split, None)
+        return cls._make(sketch, weights, constant, like, (n,), few)
+
+    @classmethod
+    def _make(
+        cls,
+        sketch: PolynomialCountSketch,
+        weights: Tensor,
+        constant: float,
+        like: Tensor,
+        shape: tuple[int, ...],
+        few: "Packed | None",
+    ) -> "Packed":
+        n, d = sketch.n_components, sketch.n_features_in_
+        # Where index k modulo n lies in memory; for one factor, at k itself.
+        places = torch.arange(n, device=like.device)
+        places = places % shape[0] * math.prod(shape[1:]) + (places % shape[1] if len(shape) > 1 else 0)
+        index = places[sketch.index_hash_.to(like.device)]
+        scale = math.sqrt(sketch.gamma)
         signs = sketch.sign_hash_.to(like)
-        weights = weights.to(like)
+        scattered = torch.empty(n, dtype=like.dtype, device=like.device)
+        scattered[places] = weights.to(like)
         origin = like.new_zeros(2 * n)
         if sketch.coef0:
             root = math.sqrt(sketch.coef0)
             origin[2 * index[1, d]] += root * signs[1, d]
             origin[2 * index[0, d] + 1] += root * signs[0, d]
-            place = (index[0, d] + index[1, d]) % n
-            constant += float(sketch.coef0 * signs[0, d] * signs[1, d] * weights[place])
-        scale = math.sqrt(sketch.gamma)
         made = cls(
+            shape=shape,
             scatter=torch.cat([2 * index[1, :d], 2 * index[0, :d] + 1]),
-            gather=torch.cat([2 * index[0, :d], 2 * index[1, :d] + 1]),
+            gather=torch.cat([2 * index[0, :d], 2 * index[1, :d] + 1]).int(),
             scatter_signs=scale * torch.stack([signs[1, :d], signs[0, :d]]),
-            gather_signs=scale * torch.stack([signs[0, :d], signs[1, :d]]),
+            first_signs=scale * signs[0, :d],
+            second_signs=scale * signs[1, :d],
             origin=origin,
-            transform=torch.fft.fft(weights) / n,
+            transform=torch.fft.fftn(scattered.view(shape)) / n,
             linear=like.new_zeros(d),
             constant=constant,
             normalize=sketch.normalize,
+            few=few,
         )
-        made.linear.copy_(made(like.new_zeros(1, d))[0])
+        made.linear.copy_(made._slope(like.new_zeros(1, d))[0])
         return made
 
     def __call__(self, x: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
         """The slope `M x + m`."""
+        rows = len(x)
+        if rows > PACKED_ROWS:
+            return torch.cat([self._slope(block) for block in torch.split(x, PACKED_ROWS)])
+        return self._slope(x) if self.few is None or rows > FEW_ROWS else self.few._slope(x)
+
+    def _slope(self, x: Tensor) -> Tensor:
         rows, d = x.shape
-        values = (x.unsqueeze(1) * self.scatter_signs).view(rows, 2 * d)
-        packed = self.origin.repeat(rows, 1).index_add_(1, self.scatter, values)
-        spectrum = torch.fft.ifft(torch.view_as_complex(packed.view(rows, -1, 2)), norm="forward")
-        correlations = torch.view_as_real(torch.fft.ifft(spectrum.mul_(self.transform), norm="forward"))
-        found = correlations.view(rows, -1).index_select(1, self.gather).view(rows, 2, d)
-        return found.mul_(self.gather_signs).sum(dim=1)
+        packed = x.new_empty(rows, len(self.origin)).copy_(self.origin)
+        packed.index_add_(1, self.scatter, (x.unsqueeze(1) * self.scatter_signs).view(rows, 2 * d))
+        sketch = torch.view_as_complex(packed.view(rows, *self.shape, 2))
+        if len(self.shape) == 1:
+            spectrum = torch.fft.ifft(sketch, norm="forward").mul_(self.transform)
+            correlations = torch.fft.ifft(spectrum, norm="forward")
+        else:
+            spectrum = torch.fft.ifft2(sketch, norm="forward").mul_(self.transform)
+            correlations = torch.fft.ifft2(spectrum, norm="forward")
+        found = torch.view_as_real(correlations).view(rows, -1).index_select(1, self.gather)
+        first, second = found.view(rows, 2, d).unbind(1)
+        return torch.addcmul(first * self.first_signs, second, self.second_signs)
+
+
+Slope: TypeAlias = Dense | Diagonal | Packed
+"""A barrier that is quadratic in x, which is the activation or its direction: its slope, m and c."""
+
+
+def coprime_factors(n: int) -> tuple[int, int] | None:
+    """The two factors of a number that have no common divisor and differ least.
+
+    Args:
+        n: The number.
+
+    Returns:
+        The smaller and the larger one; None where the smaller is below 16, which makes nothing cheaper.
+    """
+    pairs = [(p, n // p) for p in range(16, math.isqrt(n) + 1) if n % p == 0 and math.gcd(p, n // p) == 1]
+    return pairs[-1] if pairs else None
 
 
 def euler_change(
@@ -204,19 +246,18 @@ def euler_change(
     moving = torch.linalg.vector_norm(y, dim=-1, keepdim=True) > 0 if slope.normalize else None
     for index in range(steps):
         if slope.normalize:
-            length = torch.linalg.vector_norm(at, dim=-1, keepdim=True) + NORM_EPSILON
+            length = torch.linalg.vector_norm(at, dim=-1, keepdim=True).add_(NORM_EPSILON)
             x = at / length
             u = slope(x)
             along = (x * u).sum(dim=-1, keepdim=True)
             gradient = torch.addcmul(u, x, along, value=-1.0)
             # The gradient is this over the length, by which numerator and denominator of the field are multiplied.
-            floor = SPEED_FLOOR * length
+            speed = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True).add_(length, alpha=SPEED_FLOOR)
         else:
             x = at
             gradient = slope(x)
             along = (x * gradient).sum(dim=-1, keepdim=True) if stop_at is not None or only_when_negative else x
-            floor = SPEED_FLOOR
-        speed = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True) + floor
+            speed = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True).add_(SPEED_FLOOR)
         pace = step / speed
         if stop_at is not None or (only_when_negative and index == 0):
             value = 0.5 * (along + (x * slope.linear).sum(dim=-1, keepdim=True)) + slope.constant
@@ -252,8 +293,7 @@ def spectral_change(
     Returns:
         The change of the coordinates, equal to the reference's to float32's rounding.
     """
-    # A compiler fuses the reference itself, and cannot look into the launcher of the kernel.
-    if not torch.compiler.is_compiling() and _may_use_kernel(y):
+    if _may_use_kernel(y):
         from bodes_steer.kernels import spectral as kernels
 
         if kernels.available(y):
@@ -317,4 +357,16 @@ def cheapest_backend(width: int, components: int | None, evaluations: int, rows:
     Returns:
         `"fft"`, `"dense"` or `"spectral"`.
     """
-    return "spectral" if evaluations > 1 else "dense"
+    if cuda:
+        # Not measured, but counted: a product reads 4 d^2 bytes (67 MB at d = 4096, 20 to 35 us on an A100 or H100),
+        # and transforms launch some fifteen kernels for every evaluation, 50 us or more whatever the size. So two
+        # products and one kernel for all steps are less than several products or any number of transforms.
+        return "spectral" if evaluations > 1 else "dense"
+    # Milliseconds on one core (AMD EPYC, float32), fitted to d of 128 to 4096, 1 to 256 rows, 1 and 10 evaluations. At
+    # n = 8000 and 10 evaluations transforms win from d of about 1500 for one row, and from about 3000 for many.
+    product = width**2 * (1.4e-7 + 2.15e-8 * rows)
+    elementwise = evaluations * (0.018 + 1e-6 * rows * width)
+    costs = {"spectral": 2 * product + elementwise, "dense": evaluations * product + elementwise}
+    if components is not None:
+        costs["fft"] = evaluations * (0.06 + 5.5e-6 * rows * components)
+    return min(costs, key=costs.__getitem__)

@@ -10,7 +10,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from bodes_steer.features import IdentityFeatures, PolynomialCountSketch, Random
 from bodes_steer.quadratic import Quadratic, Spectral, normalise, normalised_gradient
 from bodes_steer.solver import Trajectory, check_solver, integrate, unit_speed
 from bodes_steer.spectral_flow import (
+    PACKED_ROWS,
     Dense,
     Diagonal,
     Packed,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 # What is moved by more than this share of its own length is no longer an activation that the model would make.
 _FLUENT_SHARE = 0.5
+
+SteererT = TypeVar("SteererT", bound="Steerer")
 
 STEERERS: dict[str, type["Steerer"]] = {}
 """The steerers by the name of their method, baselines included."""
@@ -104,7 +107,7 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         """
         self.T = T
 
-    def fit(self, pos: Any, neg: Any) -> Self:
+    def fit(self: SteererT, pos: Any, neg: Any) -> SteererT:
         """Learn from activations of both kinds.
 
         Args:
@@ -124,6 +127,9 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         norms = torch.linalg.vector_norm(torch.cat([positive, negative]), dim=1)
         self.median_norm_ = norms.median()
         self._fit(positive, negative)
+        for name, tensor in self.state().items():
+            # In the order in which a file gives it back: the same product in another order has other last bits.
+            setattr(self, name, tensor.contiguous())
         return self
 
     @abstractmethod
@@ -279,7 +285,7 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         """Where the fitted tensors lie."""
         return self.median_norm_.device
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self: SteererT, device: torch.device | str) -> SteererT:
         """A steerer whose fitted tensors lie on a device.
 
         Args:
@@ -291,7 +297,7 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         wanted = torch.empty(0, device=device).device  # "cuda" means the current one, and tensors name it
         if wanted == self.device:
             return self
-        copies: dict[torch.device, Self] = self.__dict__.setdefault("_copies", {})
+        copies: dict[torch.device, SteererT] = self.__dict__.setdefault("_copies", {})
         if wanted not in copies:
             moved = copy.copy(self)
             moved._forget()
@@ -322,7 +328,7 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         names = ("median_norm_", *self.fitted)
         return {name: getattr(self, name) for name in names if getattr(self, name, None) is not None}
 
-    def restore(self, state: Mapping[str, Tensor]) -> Self:
+    def restore(self: SteererT, state: Mapping[str, Tensor]) -> SteererT:
         """Take back what `state` gave.
 
         Args:
@@ -407,12 +413,13 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         speed = self._speed()
         if not speed or T == 0:
             return
-        far = int((abs(T) * speed > _FLUENT_SHARE * torch.linalg.vector_norm(x, dim=-1)).sum())
+        lengths = torch.linalg.vector_norm(x, dim=-1)
+        # A row of zeros has no length to compare with.
+        far = int(((abs(T) * speed > _FLUENT_SHARE * lengths) & (lengths > 0)).sum())
         if far:
             warnings.warn(
                 f"T={T:g} moves {far} of {len(x)} rows by more than half of their own length, which ruins the fluency "
-                f"of a model; the median length is {float(torch.linalg.vector_norm(x, dim=-1).median()):.4g}, use a "
-                "smaller T (see absolute_T)",
+                f"of a model; their median length is {float(lengths.median()):.4g}, use a smaller T (see absolute_T)",
                 stacklevel=4,  # past torch's decorator
             )
 
@@ -466,9 +473,6 @@ class _BarrierSteerer(Steerer):
         if (name, dtype) not in made:
             made[name, dtype] = make()
         return made[name, dtype]
-
-    def _is_derived(self, name: str, dtype: torch.dtype) -> bool:
-        return (name, dtype) in self.__dict__.get("_made", {})
 
 
 class _QuadraticSteerer(_BarrierSteerer):
@@ -525,10 +529,8 @@ class _QuadraticSteerer(_BarrierSteerer):
         """Number of features n, where Fourier transforms can be used."""
         return None
 
-    def prepare(self, rows: Sequence[int] = (1, 64, 4096)) -> Self:
-        """Compute now what the first call would compute, such as the eigenvectors.
-
-        Inside `torch.compile` nothing is prepared: what is there is used.
+    def prepare(self: SteererT, rows: Sequence[int] = (1, 64, 4096)) -> SteererT:
+        """Compute now what the first call would compute, such as the eigenvectors, which a file then holds too.
 
         Args:
             rows: Numbers of rows that will be moved at once.
@@ -559,7 +561,8 @@ class _QuadraticSteerer(_BarrierSteerer):
         """The barrier in the basis of eigenvectors, computed once and kept among the fitted tensors."""
         if getattr(self, "basis_", None) is None:
             found = self._quadratic().spectral()
-            self.basis_, self.eigenvalues_, self.linear_ = found.basis, found.eigenvalues, found.linear
+            self.basis_ = found.basis.contiguous()  # see `fit`
+            self.eigenvalues_, self.linear_ = found.eigenvalues, found.linear
             self.constant_ = torch.tensor(found.constant, dtype=torch.float64, device=found.basis.device)
             # Copies elsewhere would compute it again.
             self.__dict__.pop("_copies", None)
@@ -572,8 +575,6 @@ class _QuadraticSteerer(_BarrierSteerer):
     def _at(self, x: Tensor) -> tuple[Slope, Tensor, Tensor]:
         """A slope, what it is a function of, and its value there."""
         name = self._choose(len(x), 1)
-        if torch.compiler.is_compiling() and not self._is_derived(name, x.dtype):
-            name = next(each for each in (*self._BACKENDS, name) if self._is_derived(each, x.dtype) or each == name)
         # A single evaluation gains nothing in other coordinates.
         slope = self._slope("dense" if name == "spectral" else name, x)
         at = normalise(x) if slope.normalize else x
@@ -589,8 +590,6 @@ class _QuadraticSteerer(_BarrierSteerer):
 
     def _flow(self, x: Tensor, T: float) -> Tensor:
         name = self._choose(len(x), self._evaluations())
-        if torch.compiler.is_compiling() and not self._is_derived(name, x.dtype):
-            name = next((each for each in self._BACKENDS if self._is_derived(each, x.dtype)), name)
         if self.solver == "euler":
             settings: dict[str, Any] = {
                 "steps": self.steps,
@@ -599,7 +598,12 @@ class _QuadraticSteerer(_BarrierSteerer):
             }
             if name == "spectral":
                 return spectral_flow(self._spectral_in(x.dtype), x, T, **settings)
-            return x + euler_change(self._slope(name, x), x, T, **settings)
+            slope = self._slope(name, x)
+            if name == "fft" and len(x) > PACKED_ROWS:
+                # The whole path of a few rows after that of others: what it works on stays in the cache.
+                blocks = torch.split(x, PACKED_ROWS)
+                return torch.cat([block + euler_change(slope, block, T, **settings) for block in blocks])
+            return x + euler_change(slope, x, T, **settings)
         if name == "spectral":
             field = self._spectral_in(x.dtype)
             y = field.to_basis(x)
@@ -770,7 +774,7 @@ class ODESteer(_QuadraticSteerer):
         # Off the CPU the packed sketch would add in no fixed order.
         return self.degree != 2 or (self.device.type != "cpu" and self._choose(rows, 1) == "fft")
 
-    def prepare(self, rows: Sequence[int] = (1, 64, 4096)) -> Self:
+    def prepare(self: SteererT, rows: Sequence[int] = (1, 64, 4096)) -> SteererT:
         """As in the class above; any degree."""
         self._check_fitted()
         if self._generic(1):
@@ -1115,7 +1119,10 @@ def fit_ratio(pos: Tensor, neg: Tensor, feature_map: Any, classifier: str = "lr"
 
     labels = torch.cat([torch.ones(len(pos), dtype=torch.int64), torch.zeros(len(neg), dtype=torch.int64)])
     ratio = LogDensityRatio(feature_map, classifier=cast("Any", classifier), C=C)
-    return ratio.fit(torch.cat([pos, neg]), labels)
+    with warnings.catch_warnings():
+        # Said of the classes already, where they came in.
+        warnings.filterwarnings("ignore", message=r"all activations of both classes|there are \d+ positive")
+        return ratio.fit(torch.cat([pos, neg]), labels)
 
 
 def linear_part(ratio: "LogDensityRatio", like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
