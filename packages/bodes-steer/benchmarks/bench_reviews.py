@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import transformers
 from bodes_steer import CAA, ITI, LogDensityRatio, ODESteer, PolynomialCountSketch, StepODESteer, extract_activations
-from bodes_steer.demo import PROMPTS, choose_reviews, vader_judge
+from bodes_steer.demo import PROMPTS, choose_reviews
 from bodes_steer.features import IdentityFeatures
+from bodes_steer.lexicon import vader_judge
 from bodes_steer.metrics import PairedBootstrap, paired_bootstrap
 from bodes_steer.steerers import Steerer
 from bodes_steer.sweeps import written_texts

@@ -457,3 +457,6 @@ def test_warnings_are_one_line_each(folder, tmp_path, capsys):
     command = ["extract", *on(folder)[:2], "--data", tmp_path / "d.jsonl", "--out", tmp_path / "a.safetensors"]
     assert any(line.startswith("warning: ") for line in output(capsys, command).err.splitlines())
     assert torch.equal(Activations.open(tmp_path / "a.safetensors").labels, torch.tensor([1, 0, 0]))
+    facts = as_json(capsys, ["show", tmp_path / "a.safetensors"])
+    assert facts["duplicates"] == 1
+    assert "truncated" not in facts

@@ -4,10 +4,11 @@ import sys
 
 import pytest
 from bodes_steer.cli import run
-from bodes_steer.demo import PROMPTS, REVERSED, TEN_STEPS, RatedText, choose_reviews, run_demo, vader_judge
+from bodes_steer.demo import PROMPTS, RatedText, choose_reviews, run_demo
 from bodes_steer.files import load_steerer
+from bodes_steer.lexicon import vader_judge
 from bodes_steer.metrics import PairedBootstrap
-from bodes_steer.report import demo_report, difference, table_lines, verdict, verdict_lines
+from bodes_steer.report import REVERSED, TEN_STEPS, demo_report, difference, table_lines, verdict, verdict_lines
 from separata_testing.models import tiny_model, tiny_tokenizer
 
 

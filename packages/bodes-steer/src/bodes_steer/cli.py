@@ -116,14 +116,15 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Fit on film-review snippets, steer what the model writes, and let a lexicon judge it."""
-    # Inside the commands, so that help and wrong usage need not wait for torch.
-    from bodes_steer.demo import embedded, run_demo, vader_judge
-    from bodes_steer.report import demo_report
-
     if not (math.isfinite(relative) and relative > 0):
         raise typer.BadParameter(f"{relative} is no share above 0", param_hint="--relative")
-    vader_judge()  # a missing extra is told before the work
     check_writable(out)
+    # Inside the commands, so that help and wrong usage need not wait for torch.
+    from bodes_steer.demo import embedded, run_demo
+    from bodes_steer.lexicon import vader_judge
+    from bodes_steer.report import demo_report
+
+    vader_judge()  # a missing extra is told before the work
     texts = embedded().rated_texts("movie")
     loaded, tokenizer = _load(model, dtype)
     result = run_demo(
@@ -875,7 +876,7 @@ def _check_judge(context: Context, judge: str, judge_model: str | None) -> None:
 
 def _judge(judge: str, model: str | None, label: str | None, url: str | None, cache: Path | None) -> Any:
     if judge == "vader":
-        from bodes_steer.demo import vader_judge
+        from bodes_steer.lexicon import vader_judge
 
         return vader_judge()
     from bodes_steer.judges import ClassifierJudge, EndpointJudge
@@ -1066,6 +1067,10 @@ def _activation_facts(opened: "Activations", path: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"activations": str(path), "layers": layers, "texts": len(rows), "d": int(rows.shape[-1])}
     if labels is not None:
         facts |= {"positives": labels.count(1), "negatives": labels.count(0)}
+    if opened.truncated:
+        facts["truncated"] = opened.truncated
+    if opened.duplicates:
+        facts["duplicates"] = opened.duplicates
     return facts
 
 

