@@ -86,14 +86,16 @@ def test_no_work_for_what_is_not_steered():
         raise AssertionError("nothing is to be steered")
 
     states = torch.randn(2, 3, 4)
-    for selection in (Rest(3), Masked(torch.zeros(2, 3, dtype=torch.bool), False)):
+    for selection in (Rest(3), Masked.of(torch.zeros(2, 3, dtype=torch.bool), False)):
         assert selection.apply(states, refuse) is states
     whole = Rest(0).apply(states, lambda rows: rows)
     assert whole.data_ptr() == states.data_ptr()
     moved = []
-    OnePerRow(torch.ones(2, 3, dtype=torch.bool), False).apply(states, lambda rows: moved.append(len(rows)) or rows)
+    OnePerRow.last(torch.ones(2, 3, dtype=torch.bool), False).apply(
+        states, lambda rows: moved.append(len(rows)) or rows
+    )
     mask = torch.tensor([[True, False, True], [False, False, True]])
-    Masked(mask, False).apply(states, lambda rows: moved.append(len(rows)) or rows)
+    Masked.of(mask, False).apply(states, lambda rows: moved.append(len(rows)) or rows)
     assert moved == [2, 3]
 
 
@@ -137,7 +139,7 @@ def test_given_masks_and_functions():
 
     assert steered(Call(1, 4, 0, CPU, torch.tensor([[0, 1, 1, 1]])), second).tolist() == [[False, False, True, False]]
     prompt = Prompt(3, torch.tensor([[False, True, True]]), CPU)
-    assert steered(Call(2, 3, 1, CPU, None, prompt), lambda call: call.ordinals() == 2)[0].tolist() == [False, False, 1]
+    assert steered(Call(2, 3, 1, CPU, None, prompt), lambda c: c.ordinals() == 2)[0].tolist() == [False, False, True]
     for wrong in (lambda call: torch.ones(1, 4), lambda call: True):
         with pytest.raises(ValueError, match="must return a boolean tensor"):
             steered(Call(1, 4, 0, CPU), wrong)

@@ -67,7 +67,7 @@ class Activations:
         model: Origin,
         position: Position = "last",
         labels: Int[Tensor, "texts"] | None = None,
-        text_index: Int[Tensor, "rows"] | None = None,
+        text_index: Int[Tensor, "entries"] | None = None,
         truncated: int = 0,
         duplicates: int = 0,
     ) -> None:
@@ -321,6 +321,7 @@ def _to_file(
     finished = False
     if _is_first():
         try:
+            path = _ordinary(path)
             finished = resume and path.exists() and _made_by(path, digest)
             if not finished:
                 writer = _Writer(path, layout, {**about, "run": digest}, journal=True, resume=resume)
@@ -609,10 +610,7 @@ class _Writer:
     def __init__(
         self, path: Path, layout: _Layout, about: Mapping[str, Any], *, journal: bool = False, resume: bool = False
     ) -> None:
-        if path.exists() and not path.is_file():
-            raise OSError(f"{path} is a {'folder' if path.is_dir() else 'device or the like'}; name an ordinary file")
-        # A link stays one, and the file that it leads to is replaced.
-        self.path = path = path.resolve()
+        self.path = path = _ordinary(path)
         self.layout = layout
         self.about = about
         self.tensors = layout.tensors()
@@ -817,6 +815,13 @@ class _Mapped(Mapping[int, Tensor]):
                 raise ActivationsError(f"{self.path} is damaged: {name} does not match its digest")
             self._open[name] = tensor
         return self._open[name]
+
+
+def _ordinary(path: Path) -> Path:
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is a {'folder' if path.is_dir() else 'device or the like'}; name an ordinary file")
+    # A link stays one, and the file that it leads to is replaced.
+    return path.resolve()
 
 
 def _made_by(path: Path, run: str) -> bool:
