@@ -5,6 +5,7 @@ All of them have one interface, `Steerer`. The simpler methods that the paper co
 """
 
 import copy
+import inspect
 import math
 import os
 import warnings
@@ -1242,7 +1243,7 @@ def make_steerer(method: str, **params: Any) -> Steerer:
     if method not in STEERERS:
         raise ValueError(f"method={method!r} is not offered; use one of {', '.join(map(repr, sorted(STEERERS)))}")
     kind = STEERERS[method]
-    offered = sorted(kind._get_param_names())
+    offered = sorted(set(inspect.signature(kind).parameters))
     unknown = sorted(set(params) - set(offered))
     if unknown:
         raise ValueError(
