@@ -1,8 +1,8 @@
 """What it costs to steer a row: `ODESteer` against a straightforward torch implementation of the equations, in one run.
 
 The peer builds the two sketches anew for every evaluation of the field, multiplies their Fourier transforms, and takes
-the vector-Jacobian product by autograd. Both follow 10 Euler steps with the same hashes and weights. "ratio" is the median over the rounds, "best"
-that of the shortest times, which others on the machine disturb least.
+the vector-Jacobian product by autograd. Both follow 10 Euler steps with the same hashes and weights. "ratio" is the
+median over the rounds, "best" that of the shortest times, which others on the machine disturb least.
 
 Run as `python bench_steer.py [--json FILE] [--rounds 15]`.
 """
