@@ -1,9 +1,11 @@
 """Steering tiny models: every way to decode gives what a plain loop gives that steers whole sequences anew."""
 
 import copy
+import os
+import subprocess
+import sys
 import threading
 
-import jaxtyping
 import pytest
 import torch
 from bodes_steer import CAA, ODESteer, steer
@@ -256,16 +258,23 @@ def test_blocks_that_return_tuples(llama, steerer):
     assert seen == ["weights"]
 
 
-@pytest.fixture
-def unchecked():
-    """No check of annotations, which the compiler could not follow."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+# The compiler cannot follow how objects are made whose annotations are checked: these run in a process without checks.
+UNCHECKED = "BODES_STEER_TESTS_UNCHECKED"
+only_unchecked = pytest.mark.skipif(UNCHECKED not in os.environ, reason="runs inside test_compiled")
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_compiled_without_a_break(llama, steerer):
+@pytest.mark.slow
+def test_compiled():
+    environment = {**os.environ, UNCHECKED: "1", "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    command = [sys.executable, "-m", "pytest", "--typecheck", "none", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        [*command, "-k", "test_inside_"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "2 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@only_unchecked
+def test_inside_compiled_without_a_break(llama, steerer):
     tokens, mask = prompt(2), torch.ones(2, 7, dtype=torch.long)
     mask[0, :2] = 0
     plain = logits(llama, tokens)
@@ -281,8 +290,8 @@ def test_compiled_without_a_break(llama, steerer):
     assert torch.equal(logits(compiled, tokens), plain)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_generate_compiled_with_a_static_cache(llama, steerer):
+@only_unchecked
+def test_inside_generate_compiled_with_a_static_cache(llama, steerer):
     from transformers import StaticCache
 
     tokens = prompt(1, 5)

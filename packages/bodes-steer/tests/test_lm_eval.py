@@ -55,7 +55,7 @@ def test_log_likelihoods_are_steered_from_each_context_s_last_token(model, steer
         forward = type(model).forward
 
         def small(self, *args, **kwargs):
-            if len(kwargs["input_ids"]) > 2:
+            if len(kwargs.get("input_ids", ())) > 2:
                 raise torch.OutOfMemoryError
             return forward(self, *args, **kwargs)
 
@@ -80,9 +80,8 @@ def ODESteerOff(steerer):  # noqa: N802  # a steerer of no strength
 def test_whole_texts_and_generated_ones(model, steerer):
     harness = harness_model(model, tiny_tokenizer(), steerer, layer=LAYER, T=T, batch_size=2)
     (rolling,) = harness.loglikelihood_rolling(requests("loglikelihood_rolling", [("some text",)]))
-    ids = torch.tensor(
-        [[harness.prefix_token_id, *tiny_tokenizer()("some text", add_special_tokens=False)["input_ids"]]]
-    )
+    # The harness puts its prefix before what the tokenizer makes of the text.
+    ids = torch.tensor([[harness.prefix_token_id, *harness.tok_encode("some text")]])
     with torch.no_grad(), steer(model, steerer, layer=LAYER, prompt_lengths=1):
         log_probs = model(ids).logits[0, :-1].log_softmax(-1)
     assert rolling == pytest.approx(float(log_probs.gather(1, ids[0, 1:, None]).sum()))

@@ -86,16 +86,14 @@ def test_no_work_for_what_is_not_steered():
         raise AssertionError("nothing is to be steered")
 
     states = torch.randn(2, 3, 4)
-    for selection in (Rest(3), Masked.of(torch.zeros(2, 3, dtype=torch.bool), False)):
+    for selection in (Rest(3), Masked(torch.zeros(2, 3, dtype=torch.bool), False)):
         assert selection.apply(states, refuse) is states
     whole = Rest(0).apply(states, lambda rows: rows)
     assert whole.data_ptr() == states.data_ptr()
     moved = []
-    OnePerRow.last(torch.ones(2, 3, dtype=torch.bool), False).apply(
-        states, lambda rows: moved.append(len(rows)) or rows
-    )
+    OnePerRow(torch.ones(2, 3, dtype=torch.bool), False).apply(states, lambda rows: moved.append(len(rows)) or rows)
     mask = torch.tensor([[True, False, True], [False, False, True]])
-    Masked.of(mask, False).apply(states, lambda rows: moved.append(len(rows)) or rows)
+    Masked(mask, False).apply(states, lambda rows: moved.append(len(rows)) or rows)
     assert moved == [2, 3]
 
 

@@ -7,7 +7,7 @@ from the last token of the prompt on.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
@@ -50,7 +50,7 @@ class Prompt:
         return torch.where(real.any(1), last_true(real), self.width)
 
 
-class Call(NamedTuple):
+class Call:
     """One forward call of the decoder, as a function given for `positions` sees it.
 
     Attributes:
@@ -63,12 +63,32 @@ class Call(NamedTuple):
         prompt: What `generate` was given; None outside `generate`.
     """
 
-    batch: int
-    query: int
-    past: int | Tensor
-    device: torch.device
-    mask: Tensor | None = None
-    prompt: Prompt | None = None
+    # No dataclass: the compiler cannot follow one whose fields are checked.
+    def __init__(
+        self,
+        batch: int,
+        query: int,
+        past: int | Tensor,
+        device: torch.device,
+        mask: Tensor | None = None,
+        prompt: Prompt | None = None,
+    ) -> None:
+        """Take note.
+
+        Args:
+            batch: See above.
+            query: See above.
+            past: See above.
+            device: See above.
+            mask: See above.
+            prompt: See above.
+        """
+        self.batch = batch
+        self.query = query
+        self.past = past
+        self.device = device
+        self.mask = mask
+        self.prompt = prompt
 
     def columns(self) -> Int[Tensor, "query"]:
         """The column of each position in the whole sequence, padding included."""
@@ -151,16 +171,18 @@ class Call(NamedTuple):
         return seen.to(self.device).expand(self.batch, -1)
 
 
-class Rest(NamedTuple):
-    """All positions of all rows from one column of the call on: no mask, no copy of rows.
+class Rest:
+    """All positions of all rows from one column of the call on: no mask, no copy of rows."""
 
-    Attributes:
-        start: The column; from `query` on nothing is steered.
-        compiled: Whether this was traced.
-    """
+    compiled = False
 
-    start: int
-    compiled: bool = False
+    def __init__(self, start: int) -> None:
+        """Take note.
+
+        Args:
+            start: The column; from `query` on nothing is steered.
+        """
+        self.start = start
 
     def apply(self, states: Tensor, move: Move) -> Tensor:
         """Steer.
@@ -179,31 +201,19 @@ class Rest(NamedTuple):
         return moved if self.start == 0 else torch.cat([states[:, : self.start], moved], dim=1)
 
 
-class OnePerRow(NamedTuple):
-    """One position of each row that has one.
+class OnePerRow:
+    """One position of each row that has one."""
 
-    Attributes:
-        columns: `[batch]`.
-        present: `[batch, 1]`, False for a row without any.
-        compiled: Whether this was traced.
-    """
-
-    columns: Tensor
-    present: Tensor
-    compiled: bool = False
-
-    @staticmethod
-    def last(real: Bool[Tensor, "batch query"], compiled: bool) -> "OnePerRow":
-        """The last token of each row.
+    def __init__(self, real: Bool[Tensor, "batch query"], compiled: bool) -> None:
+        """Take the last token of each row.
 
         Args:
             real: False at padding.
             compiled: Whether this is traced.
-
-        Returns:
-            The positions.
         """
-        return OnePerRow(last_true(real), real.any(1, keepdim=True), compiled)
+        self.compiled = compiled
+        self.columns = last_true(real)
+        self.present = real.any(1, keepdim=True)
 
     def apply(self, states: Tensor, move: Move) -> Tensor:
         """As `Rest.apply`."""
@@ -214,33 +224,20 @@ class OnePerRow(NamedTuple):
         return states.index_put((rows, columns), moved)
 
 
-class Masked(NamedTuple):
-    """Any positions.
+class Masked:
+    """Any positions. Where many are left out they are not computed."""
 
-    Attributes:
-        mask: `[batch, query]`, True where to steer.
-        found: Rows and columns of these; None where all are computed, and those left out dropped.
-        compiled: Whether this was traced.
-    """
-
-    mask: Tensor
-    found: tuple[Tensor, ...] | None = None
-    compiled: bool = False
-
-    @staticmethod
-    def of(mask: Bool[Tensor, "batch query"], compiled: bool) -> "Masked":
-        """The positions of a mask.
+    def __init__(self, mask: Bool[Tensor, "batch query"], compiled: bool) -> None:
+        """Take note.
 
         Args:
             mask: True where to steer.
             compiled: Whether this is traced; then nothing may depend on how many positions there are.
-
-        Returns:
-            The positions.
         """
+        self.compiled = compiled
+        self.mask = mask
         # One column (decoding): most rows are steered, and counting would make a GPU wait.
-        few = compiled or mask.shape[1] == 1
-        return Masked(mask, None if few else mask.nonzero(as_tuple=True), compiled)
+        self.found = None if compiled or mask.shape[1] == 1 else mask.nonzero(as_tuple=True)
 
     def apply(self, states: Tensor, move: Move) -> Tensor:
         """As `Rest.apply`."""
@@ -312,14 +309,14 @@ def select(call: Call, positions: Positions, prompt_lengths: Tensor | None) -> S
     if not isinstance(positions, str):
         wanted = _given_mask(call, positions) if isinstance(positions, Tensor) else _asked(call, positions)
         real = call.real()
-        return Masked.of(wanted if real is None else wanted & real, compiled)
+        return Masked(wanted if real is None else wanted & real, compiled)
     if positions == "last":
         return _last(call, compiled)
     if positions == "all":
         return _where(call.real(), compiled)
     if prompt_lengths is not None:
         mask, real = call.ordinals() >= call.of_rows(prompt_lengths)[:, None] - 1, call.real()
-        return Masked.of(mask if real is None else mask & real, compiled)
+        return Masked(mask if real is None else mask & real, compiled)
     return _from_prompt_end(call, compiled)
 
 
@@ -327,26 +324,26 @@ def _from_prompt_end(call: Call, compiled: bool) -> Selection:
     past, prompt = call.past, call.prompt
     if prompt is not None and prompt.last is not None and not (isinstance(past, int) and past >= prompt.width):
         columns = call.columns()
-        return Masked.of((columns == call.of_rows(prompt.last)[:, None]) | (columns >= prompt.width), compiled)
+        return Masked((columns == call.of_rows(prompt.last)[:, None]) | (columns >= prompt.width), compiled)
     if prompt is not None:
         if isinstance(past, int) and not compiled:
             return Rest(max(prompt.width - 1 - past, 0))
-        return Masked.of((call.columns() >= prompt.width_tensor - 1).expand(call.batch, -1), compiled)
+        return Masked((call.columns() >= prompt.width_tensor - 1).expand(call.batch, -1), compiled)
     if isinstance(past, int):
         return _last(call, compiled) if past == 0 else _where(call.real(), compiled)
     real = call.real()
     real = torch.ones(call.batch, call.query, dtype=torch.bool, device=call.device) if real is None else real
     last = torch.arange(call.query, device=call.device) == last_true(real)[:, None]
-    return Masked.of((last | (past > 0)) & real, compiled)
+    return Masked((last | (past > 0)) & real, compiled)
 
 
 def _last(call: Call, compiled: bool) -> Selection:
     real = call.real()
-    return Rest(call.query - 1) if real is None else OnePerRow.last(real, compiled)
+    return Rest(call.query - 1) if real is None else OnePerRow(real, compiled)
 
 
 def _where(real: Tensor | None, compiled: bool) -> Selection:
-    return Rest(0) if real is None else Masked.of(real, compiled)
+    return Rest(0) if real is None else Masked(real, compiled)
 
 
 def _given_mask(call: Call, mask: Tensor) -> Tensor:
