@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from bodes_steer.cli import run
-from bodes_steer.demo import PROMPTS, RatedText, choose_reviews, run_demo
+from bodes_steer.demo import PROMPTS, choose_reviews, run_demo
 from bodes_steer.files import load_steerer
 from bodes_steer.lexicon import vader_judge
 from bodes_steer.metrics import PairedBootstrap
@@ -54,7 +54,6 @@ def test_parts_are_disjoint_and_balanced():
         assert all(("good" in text) == bool(label) for text, label in part)
     assert choose_reviews(TEXTS, (10, 5), seed=3) == (first, second)
     assert choose_reviews(TEXTS, (10, 5), seed=4) != (first, second)
-    assert isinstance(TEXTS[0], RatedText)
 
 
 def test_lukewarm_and_repeated_texts_are_left_out():
@@ -140,9 +139,10 @@ def test_words():
 
 def test_demo_on_given_texts(folder, tmp_path, capsys, monkeypatch):
     import separata_embedded
-    from separata_embedded import RatedTexts
+    from separata_embedded import RatedText, RatedTexts
 
-    monkeypatch.setattr(separata_embedded, "rated_texts", lambda name: RatedTexts(name, "ours", tuple(TEXTS)))
+    texts = tuple(RatedText(str(index), each.rating, each.text) for index, each in enumerate(TEXTS))
+    monkeypatch.setattr(separata_embedded, "rated_texts", lambda name: RatedTexts(name, "ours", texts))
     arguments = [
         "demo",
         "--model",

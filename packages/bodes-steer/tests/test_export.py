@@ -46,7 +46,7 @@ def test_what_llama_cpp_adds_is_the_step(tmp_path, steerer):
     export_gguf(steerer, tmp_path / "v.gguf", layer=1)
     a = 10 * torch.randn(5, D, generator=torch.Generator().manual_seed(1))
     added = a + torch.from_numpy(read(tmp_path / "v.gguf")[1]["direction.1"])
-    torch.testing.assert_close(steerer.steer(a), added, rtol=1e-6, atol=1e-6)
+    assert bool(((steerer.steer(a) - added).abs() <= 1e-5).all())
 
 
 def test_several_layers_and_where_a_steerer_comes_from(tmp_path, steerer, monkeypatch):

@@ -1057,7 +1057,7 @@ def _steerer_facts(steerer: "Steerer") -> dict[str, Any]:
         "params": {name: value for name, value in steerer.get_params().items() if name != "T"},
         "versions": {} if origin is None else dict(origin.versions),
     }
-    return {name: value for name, value in facts.items() if value is not None}
+    return {name: value for name, value in facts.items() if value not in (None, {})}
 
 
 def _activation_facts(opened: "Activations", path: Path) -> dict[str, Any]:

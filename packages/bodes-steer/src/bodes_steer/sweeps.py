@@ -523,7 +523,8 @@ def sweep_layers(
             row["caa_length"] = float((means[0] - means[1]).norm() / fit_rows.norm(dim=1).median())
             rows.append(row)
             bar.update(1)
-    return Table("layers", tuple(rows), "linear_accuracy", "caa_length")
+    # Of layers that are equally good the first: what it learns has the most blocks left to work in.
+    return Table("layers", tuple(rows), "linear_accuracy", "layer")
 
 
 @dataclasses.dataclass(frozen=True)
