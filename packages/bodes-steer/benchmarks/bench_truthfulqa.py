@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--machine", default=f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}")
     arguments = parser.parse_args()
 
+    resumed = arguments.journal is not None and arguments.journal.exists()
     began = time.monotonic()
     model, tokenizer = load_smollm2(dtype=arguments.dtype)
     questions = read_truthfulqa(arguments.csv)[: arguments.questions]
@@ -114,7 +115,7 @@ def main() -> None:
             f"random direction, share {each['share']:g}: MC1 {100 * each['mc1']:.1f} %, MC2 {100 * each['mc2']:.1f} % "
             f"({100 * each['change']['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}])"
         )
-    print(f"{seconds:.0f} s for the scores")
+    print(f"{seconds:.0f} s for the scores" + ", some of them known before" * resumed)
 
     if arguments.json:
         record = {
@@ -127,7 +128,8 @@ def main() -> None:
             "answers": answers,
             "strengths": list(STRENGTHS),
             "methods": list(METHODS),
-            "seconds": round(seconds),
+            # How long it took says nothing where a journal was continued.
+            "seconds": None if resumed else round(seconds),
             "probe_accuracy": accuracy,
             "random_directions": control,
             **found.to_json(),
