@@ -152,6 +152,8 @@ def test_parameters(tmp_path: Path) -> None:
     steerer.fit(pos, neg).save(tmp_path / "file")
     assert load_steerer(tmp_path / "file").get_params()["random_state"] is None
     assert load_steerer(tmp_path / "file").get_params()["T"] == 2.5
+    steerer.set_params(random_state=np.int64(3)).fit(pos, neg).save(tmp_path / "file")
+    assert load_steerer(tmp_path / "file").get_params()["random_state"] == 3
     for wrong, message in ((float("nan"), "not finite"), ([1.0], "cannot be stored")):
         with pytest.raises(ValueError, match=message):
             steerer.set_params(T=wrong).save(tmp_path / "file")
@@ -167,8 +169,12 @@ def test_foreign_contents(tmp_path: Path) -> None:
         steerer.save(path)
         rewrite(path, lambda body: body.update(fields))
 
-    altered(method="dreaming")
-    with pytest.raises(ValueError, match="'dreaming'"):
+    for method in ("dreaming", ["caa"]):
+        altered(method=method)
+        with pytest.raises(ValueError, match=r"file holds .*(dreaming|caa)"):
+            load_steerer(path)
+    rewrite(path, lambda body: body.pop("tensors"))
+    with pytest.raises(ValueError, match="tensors do not match"):
         load_steerer(path)
     altered(version=0)
     with pytest.raises(ValueError, match="'version'"):

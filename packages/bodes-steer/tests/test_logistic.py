@@ -1,4 +1,5 @@
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -63,6 +64,18 @@ def test_float32_goes_on_in_float64_where_it_is_too_coarse():
     assert found.converged
     assert found.objective == pytest.approx(exact.objective, rel=2e-12)
     assert found.coef.dtype == torch.float32
+
+
+def test_where_no_step_leads_down_any_more_is_the_minimum():
+    # Classes that can be told apart, with next to no penalty: the bound is loose, and rounding ends the search.
+    features, labels = problem(2000, 30, dtype=torch.float32)
+    features[:, 1] += 20 * labels
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fit_logistic(features, labels, C=1e9, tol=1e-15)
+        # Steps in float32 count too, and are not those of the search in float64.
+        assert fit_logistic(features, labels, C=1e9, tol=1e-15, max_iter=found.iterations + 1).converged
+    assert found.converged
 
 
 def test_squared_hinge_is_that_of_linear_svc():

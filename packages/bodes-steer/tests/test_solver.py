@@ -64,9 +64,16 @@ class TestPlane:
     def test_ten_euler_steps(self) -> None:
         assert self.polar(steps=10) == pytest.approx((0.503189, 2.024846), abs=1e-6)
 
-    @pytest.mark.parametrize("solver", ["rk4", "dopri5"])
-    def test_higher_orders_are_on_the_exact_flow(self, solver: str) -> None:
-        assert self.polar(solver=solver) == pytest.approx((0.5, 2.0), abs=1e-5)
+    @pytest.mark.parametrize(("solver", "error"), [("midpoint", 3e-4), ("rk4", 1e-6), ("dopri5", 1e-5)])
+    def test_higher_orders_are_on_the_exact_flow(self, solver: str, error: float) -> None:
+        assert self.polar(solver=solver) == pytest.approx((0.5, 2.0), abs=error)
+
+    def test_the_direction_turns(self) -> None:
+        path = integrate(lambda a: unit_speed(self.field.gradient(a)), self.start, 1.0, record=True)
+        assert isinstance(path, Trajectory)
+        # At right angles to the rows where the two steps begin.
+        first, last = (torch.atan2(state[0, 1], state[0, 0]).item() for state in (path.states[0], path.states[-2]))
+        assert path.angle.item() == pytest.approx(first - last, abs=1e-9)
 
     def test_there_and_back(self) -> None:
         there = follow(self.field, self.start, 1.0, solver="dopri5")
@@ -158,7 +165,7 @@ def test_what_is_refused() -> None:
     x = torch.ones(1, 2)
     with pytest.raises(ValueError, match=r"solver='heun'.*'euler'"):
         integrate(lambda a: a, x, 1.0, solver="heun")
-    for steps in (0, True):
+    for steps in (0, True, -1):
         with pytest.raises(ValueError, match="steps="):
             integrate(lambda a: a, x, 1.0, steps=steps)
     with pytest.raises(ValueError, match=r"stop_at=0\.5 needs a barrier"):

@@ -71,6 +71,10 @@ class TestEveryMethod:
         torch.testing.assert_close(steerer.steer(x.float(), 1.0), moved.float(), atol=1e-4, rtol=1e-4)
         half = steerer.steer(x.bfloat16(), 1.0)
         assert half.dtype == torch.bfloat16
+        assert steerer.steer(x.numpy().astype(np.float16), 1.0).dtype == np.float16
+        whole = x.round()
+        for same in (whole.int().numpy(), whole.int().tolist(), whole.numpy().astype(">f4")):
+            assert np.array_equal(steerer.steer(same, 1.0), steerer.steer(whole.numpy(), 1.0))
 
     def test_velocity_is_the_start_of_the_path(self, name: str, fitted: dict[str, Steerer], x: Tensor) -> None:
         steerer = fitted[name]
@@ -120,6 +124,10 @@ class TestEveryMethod:
             steerer.steer(bad)
         with pytest.raises(ValueError, match="T=inf"):
             steerer.steer(x, float("inf"))
+        with pytest.raises(ValueError, match=r"0 feature"):
+            steerer.steer(x[:, :0])
+        with pytest.raises(TypeError, match="sparse"):
+            steerer.steer(x.to_sparse())
         state = steerer.state()
         with pytest.raises(ValueError, match="missing: median_norm_"):
             clone(steerer).restore({key: value for key, value in state.items() if key != "median_norm_"})
@@ -138,6 +146,34 @@ def test_a_shape_that_does_not_fit_is_refused(fitted: dict[str, Steerer]) -> Non
         state = fitted[name].state()
         with pytest.raises(ValueError, match=r"fit|width"):
             clone(fitted[name]).restore({**state, tensor: state[tensor][:-1]})
+
+
+def test_a_fit_that_fails_leaves_nothing_fitted() -> None:
+    pos, neg = classes()
+    steerer = ODESteer(n_components=64, random_state=0).fit(pos, neg)
+    steerer.set_params(solver="heun")
+    with pytest.raises(ValueError, match="solver='heun'"):
+        steerer.fit(pos, neg)
+    with pytest.raises(ValueError, match="not fitted"):
+        steerer.state()
+    fitted_state = CAA().fit(pos, neg).state()
+    other = LinearODE().fit(pos, neg)
+    with pytest.raises(ValueError, match="unknown: vector_"):
+        other.restore(fitted_state)
+    assert other.steer(neg).shape == neg.shape, "what is refused at the door changes nothing"
+
+
+def test_parameters_of_the_path_may_change_and_those_of_the_fit_need_another(x: Tensor) -> None:
+    pos, neg = classes()
+    steerer = ODESteer(n_components=64, random_state=0).fit(pos, neg)
+    assert steerer.to("meta").steps == 10
+    steerer.steps = 3
+    assert steerer.to("meta").steps == 3
+    steerer.set_params(stop_at=0.5, gamma=0.1)
+    assert steerer.to("meta").stop_at == 0.5
+    steerer.set_params(gamma=0.2)
+    with pytest.raises(ValueError, match="not fitted"):
+        steerer.steer(x)
 
 
 class TestODESteer:
@@ -218,6 +254,8 @@ class TestODESteer:
             ODESteer(backend="gpu").fit(pos, neg)
         with pytest.raises(ValueError, match="solver='heun'"):
             ODESteer(solver="heun").fit(pos, neg)
+        with pytest.raises(ValueError, match=r"steps=2\.0"):
+            ODESteer().set_params(steps=2.0).fit(pos, neg)
         with pytest.raises(ValueError, match="stop_at=inf"):
             ODESteer(stop_at=float("inf")).fit(pos, neg)
         with pytest.raises(ValueError, match="shrinkage=2"):
@@ -294,6 +332,12 @@ class TestStrength:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 fitted[name].steer(x, 0.1)
+        long = 10.0 * x / x.norm(dim=1, keepdim=True)
+        with pytest.warns(UserWarning, match="T=-5.01 moves 6 of 6 rows"):
+            fitted["odesteer"].steer(long, -5.01)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fitted["odesteer"].steer(long, 4.99)
 
     def test_float16_overflows_with_an_error(self, fitted: dict[str, Steerer]) -> None:
         rows = torch.full((1, D), 60000.0, dtype=torch.float16)
@@ -319,10 +363,12 @@ class TestStrength:
         assert 0 < auto_T(fitted["linact"], neg, pos - 0.5 * (pos - pos.mean(dim=0)), barrier=steerer, most=2.0) < 2
 
 
-def test_classes_that_are_equal_move_nothing() -> None:
-    rows = torch.ones(4, 3)
-    with pytest.warns(UserWarning, match="the fitted vector is 0"):
-        steerer = CAA().fit(rows, rows)
-    assert torch.equal(steerer.steer(rows, 5.0), rows)
-    with pytest.raises(ValueError, match="its vector is 0"):
-        steerer.absolute_T(0.1)
+@pytest.mark.parametrize("name", sorted(STEERERS))
+def test_classes_that_are_equal_move_nothing(name: str, x: Tensor) -> None:
+    row = x[:1].float()
+    with pytest.warns(UserWarning, match="all activations of both classes are equal"):
+        steerer = make_steerer(name, **SMALL.get(name, {})).fit(row.repeat(7, 1), row.repeat(3, 1))
+    torch.testing.assert_close(steerer.steer(x.float(), 2.0), x.float(), atol=1e-5, rtol=0)
+    if name == "caa":
+        with pytest.raises(ValueError, match="its vector is 0"):
+            steerer.absolute_T(0.1)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bodes_steer.hooks import steer
     from bodes_steer.model import SteeredModel
     from bodes_steer.steerers import GaussianODE, LinearODE, ODESteer, RFFODESteer, StepODESteer, auto_T
-    from bodes_steer.sweep import sweep
+    from bodes_steer.sweeps import sweep
 
 # Looked up on first use, so that the command line can say how torch is to wait before torch is loaded.
 _MODULES = {
@@ -24,7 +24,7 @@ _MODULES = {
     "hooks": ("steer",),
     "model": ("SteeredModel",),
     "steerers": ("GaussianODE", "LinearODE", "ODESteer", "RFFODESteer", "StepODESteer", "auto_T"),
-    "sweep": ("sweep",),
+    "sweeps": ("sweep",),
 }
 
 __all__ = [

@@ -169,6 +169,9 @@ class LinAcT(Steerer):
         count = min(len(targets), len(sources))
         t, s = _quantiles(targets - target_mean, count), _quantiles(sources - source_mean, count)
         scale = (t * s).sum(dim=0) / (s.square().sum(dim=0) + 1e-10)
+        if bool((pos == neg[0]).all()) and bool((neg == neg[0]).all()):
+            # Equal activations say nothing of others, which the quotient 0 would all move to the same place.
+            scale = torch.ones_like(scale)
         self.scale_ = scale.to(pos.dtype)
         self.shift_ = (target_mean - scale * source_mean).to(pos.dtype)
         if torch.allclose(scale, torch.ones_like(scale)) and torch.allclose(target_mean, source_mean):

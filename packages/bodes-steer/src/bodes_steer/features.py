@@ -401,8 +401,8 @@ class RandomFourierFeatures(FeatureMap):
 
     Args:
         n_components: Number n of features.
-        sigma: Width of the kernel, in units of the activations; None takes the median distance of two rows over
-            sqrt 2, from at most 1000 rows.
+        sigma: Width of the kernel, in units of the activations; None takes the median distance of two rows that
+            differ over sqrt 2, from at most 1000 rows.
         random_state: A seed, a `numpy.random.RandomState`, or None for numpy's global state. Drawn on the CPU.
 
     Attributes:

@@ -180,15 +180,16 @@ def load_steerer(path: str | os.PathLike[str], *, model: Any = None, force: bool
         state = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no complete safetensors file: {error}") from None
-    if _digest(state) != body["tensors"]:
+    if _digest(state) != body.get("tensors"):
         raise ValueError(f"{path} was altered after it was written: its tensors do not match their digest")
-    if body["method"] not in STEERERS:
+    method = body.get("method")
+    if not isinstance(method, str) or method not in STEERERS:
         raise ValueError(
-            f"{path} holds a steerer of the method {body['method']!r}, which this bodes-steer does not have; it has "
+            f"{path} holds a steerer of the method {method!r}, which this bodes-steer does not have; it has "
             f"{', '.join(sorted(STEERERS))}"
         )
     try:
-        steerer = make_steerer(body["method"], **body["params"]).restore(state)
+        steerer = make_steerer(method, **body["params"]).restore(state)
         steerer.origin_ = Origin(**body["origin"])
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise ValueError(f"{path} is no valid steerer: {error}") from None
@@ -231,10 +232,10 @@ def _plain_params(steerer: Steerer) -> dict[str, Any]:
     """The constructor's parameters, as JSON; a generator of random numbers is forgotten, as all it drew is stored."""
     params: dict[str, Any] = {}
     for name, value in steerer.get_params(deep=False).items():
+        value = value.item() if hasattr(value, "item") else value
         if name == "random_state" and not isinstance(value, int):
             params[name] = None
             continue
-        value = value.item() if hasattr(value, "item") else value
         if not (value is None or isinstance(value, bool | int | float | str)):
             raise ValueError(f"the parameter {name}={value!r} cannot be stored; it must be a number, a string or None")
         params[name] = value

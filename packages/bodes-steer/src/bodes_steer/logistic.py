@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -241,7 +242,7 @@ class _Search:
         bound = 0.5 * float(weights @ weights)
         if self.objective.fit_intercept:
             # The minimum over the intercept keeps the strong convexity in w; its own distance is that of its parabola.
-            bound += 0.5 * float(gradient[-1]) ** 2 / max(curvature, np.finfo(np.float64).tiny)
+            bound += 0.5 * float(gradient[-1]) ** 2 / max(curvature, sys.float_info.min)
         self._last = point.copy(), value, float(np.linalg.norm(gradient)), bound
         return value, gradient
 
@@ -254,6 +255,7 @@ class _Search:
             if np.array_equal(intermediate_result.x, self._last[0]) and self._accept():
                 raise StopIteration
 
+        before = self.iterations
         self._note(point)
         self._scale = max(self._scale, self._last[2])
         if not self._accept() and max_iter > 0:
@@ -269,7 +271,7 @@ class _Search:
             if not np.array_equal(found.x, self._last[0]):
                 self._note(found.x)
             # Where the loss far outweighs the penalty the bound is loose, and rounding can end the search before it.
-            self._accept(stalled=self.iterations < max_iter)
+            self._accept(stalled=self.iterations - before < max_iter)
         return self._last[0]
 
     def _accept(self, stalled: bool = False) -> bool:

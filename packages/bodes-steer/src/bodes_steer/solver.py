@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -67,7 +68,7 @@ def unit_speed(gradient: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
     return gradient / (length + SPEED_FLOOR)
 
 
-def check_solver(solver: str, steps: int) -> None:
+def check_solver(solver: str, steps: object) -> None:
     """Refuse a solver that is not offered.
 
     Args:
@@ -79,7 +80,7 @@ def check_solver(solver: str, steps: int) -> None:
     """
     if solver not in get_args(Solver):
         raise ValueError(f"solver={solver!r} is not offered; use one of {', '.join(map(repr, get_args(Solver)))}")
-    if isinstance(steps, bool) or steps != int(steps) or steps < 1:
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or int(steps) < 1:
         raise ValueError(f"steps={steps!r}; it must be a whole number above 0 (the paper uses 10)")
 
 

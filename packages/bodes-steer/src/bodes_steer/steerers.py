@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from bodes_steer.density_ratio import LogDensityRatio
     from bodes_steer.files import Origin
 
+# Parameters that a fit does not depend on.
+_OF_THE_PATH = {"T", "steps", "solver", "backend", "only_when_negative", "stop_at"}
+
 # What is moved by more than this share of its own length is no longer an activation that the model would make.
 _FLUENT_SHARE = 0.5
 
@@ -108,6 +111,14 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         """
         self.T = T
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Forget what another value of a parameter led to."""
+        if name in _OF_THE_PATH:
+            self.__dict__.pop("_copies", None)
+        elif not name.startswith("_") and not name.endswith("_") and self.__dict__.get(name, value) != value:
+            self._forget_fit()
+        super().__setattr__(name, value)
+
     def fit(self: SteererT, pos: Any, neg: Any) -> SteererT:
         """Learn from activations of both kinds.
 
@@ -119,15 +130,15 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
             Itself.
 
         Raises:
-            ValueError: An empty class, widths that differ, or values that are not finite.
+            TypeError: Something that holds no real numbers.
+            ValueError: An empty class, widths that differ, values that are not finite, or a parameter out of range;
+                then it is not fitted.
         """
         positive, negative = check_classes(pos, neg)
-        self.__dict__.pop("origin_", None)
-        self._forget()
-        self.n_features_in_ = positive.shape[1]
-        norms = torch.linalg.vector_norm(torch.cat([positive, negative]), dim=1)
-        self.median_norm_ = norms.median()
+        self._forget_fit()
         self._fit(positive, negative)
+        self.median_norm_ = torch.linalg.vector_norm(torch.cat([positive, negative]), dim=1).median()
+        self.n_features_in_ = positive.shape[1]
         for name, tensor in self.state().items():
             # In the order in which a file gives it back: the same product in another order has other last bits.
             setattr(self, name, tensor.contiguous())
@@ -188,18 +199,18 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
             T: Strength; the estimator's own `T` by default. 0 returns the input, bit for bit.
 
         Returns:
-            The moved activations, of the same kind, type and shape.
+            The moved activations, of the same kind, type and shape; float64 for integers of an array or a list.
 
         Raises:
+            TypeError: `X` holds no real numbers, is sparse, or is a tensor of integers.
             ValueError: A wrong width, values that are not finite, or a T that is not finite.
             OverflowError: The result does not fit into float16.
         """
         strength = self._strength(T)
-        x, whole = self._rows(X)
+        x, like = self._rows(X)
         moved = self.flow(x, strength)
         self._warn_of_length(x, strength)
-        result = x if strength == 0 else moved
-        return _restored(cast_back(result, whole.dtype), whole, X)
+        return _restored(cast_back(moved, like.dtype), like, X)
 
     @torch.no_grad()
     def vector_field(self, X: Any) -> Any:
@@ -212,10 +223,11 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
             `v(a)`, of the same kind and shape.
 
         Raises:
+            TypeError: As `steer`.
             ValueError: A wrong width, or values that are not finite.
         """
-        x, whole = self._rows(X)
-        return _restored(cast_back(self._velocity(x.to(self._dtype_for(x))), whole.dtype), whole, X)
+        x, like = self._rows(X)
+        return _restored(cast_back(self._velocity(x.to(self._dtype_for(x))), like.dtype), like, X)
 
     @torch.no_grad()
     def log_ratio(self, X: Any) -> Any:
@@ -229,10 +241,11 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
 
         Raises:
             NotImplementedError: The method has no barrier; see `has_barrier`.
+            TypeError: As `steer`.
             ValueError: A wrong width, or values that are not finite.
         """
-        x, whole = self._rows(X)
-        return as_given(self._barrier(x.to(self._dtype_for(x))).reshape(whole.shape[:-1]), X)
+        x, like = self._rows(X)
+        return _restored(self._barrier(x.to(self._dtype_for(x))), like[..., 0], X)
 
     @torch.no_grad()
     def trajectory(self, X: Any, T: float | None = None) -> Trajectory:
@@ -243,9 +256,10 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
             T: Strength; the estimator's own by default.
 
         Returns:
-            The states, the barrier along them, and how far the direction turned.
+            The states, the barrier along them, and how far the direction turned, on the device of the steerer.
 
         Raises:
+            TypeError: As `steer`.
             ValueError: As `steer`.
         """
         strength = self._strength(T)
@@ -311,6 +325,12 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         """Drop what was derived from fitted tensors."""
         self.__dict__.pop("_copies", None)
 
+    def _forget_fit(self) -> None:
+        """Be as if not fitted."""
+        self._forget()
+        for name in ("n_features_in_", "origin_"):
+            self.__dict__.pop(name, None)
+
     def __getstate__(self) -> dict[str, Any]:
         """Copies on other devices are made anew where they are needed."""
         state = super().__getstate__()
@@ -349,7 +369,7 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
                 f"a steerer of the method {self.method!r} holds {', '.join(sorted(known))}; "
                 f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
             )
-        self._forget()
+        self._forget_fit()
         for name in known:
             if name in state:
                 setattr(self, name, state[name])
@@ -395,13 +415,15 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         return value
 
     def _rows(self, X: Any) -> tuple[Tensor, Tensor]:
-        """Checked rows on the fitted tensors' device, and the input as a tensor of its own shape and type."""
+        """Checked rows on the fitted tensors' device, and a tensor without values of the shape and type of the input."""
         self._check_fitted()
-        whole = X if isinstance(X, Tensor) else torch.as_tensor(np.asarray(X))
-        flat = whole.reshape(-1, whole.shape[-1]) if whole.ndim > 1 else whole.unsqueeze(0)
-        x = as_rows(flat, "X", width=self.n_features_in_).detach()
+        given = X if isinstance(X, Tensor) else np.asarray(X)
+        shape = tuple(given.shape)
+        flat = given if len(shape) == 2 else given.reshape(math.prod(shape[:-1]), *(shape[-1:] or (1,)))
+        x = as_rows(flat, "X", width=self.n_features_in_)
         # What `as_rows` makes of integers is also what comes back.
-        return x.to(self.device), whole if whole.is_floating_point() else whole.to(x.dtype)
+        own = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16, np.dtype(np.float16): torch.float16}
+        return x.to(self.device), torch.empty(shape, dtype=own.get(given.dtype, x.dtype), device="meta")
 
     def _fitted_dtype(self) -> torch.dtype:
         return self.median_norm_.dtype
@@ -1212,8 +1234,8 @@ def auto_T(
     return high
 
 
-def _restored(rows: Tensor, whole: Tensor, given: Any) -> Any:
-    return as_given(rows.reshape(whole.shape).to(whole.device), given)
+def _restored(rows: Tensor, like: Tensor, given: Any) -> Any:
+    return as_given(rows.reshape(like.shape).to(given.device if isinstance(given, Tensor) else "cpu"), given)
 
 
 def warn_of_zero(vector: Tensor, method: str) -> None:
