@@ -152,7 +152,7 @@ def test_parameters(tmp_path: Path) -> None:
     steerer.fit(pos, neg).save(tmp_path / "file")
     assert load_steerer(tmp_path / "file").get_params()["random_state"] is None
     assert load_steerer(tmp_path / "file").get_params()["T"] == 2.5
-    steerer.set_params(random_state=np.int64(3)).fit(pos, neg).save(tmp_path / "file")
+    ODESteer(n_components=32, random_state=np.int64(3)).restore(steerer.state()).save(tmp_path / "file")
     assert load_steerer(tmp_path / "file").get_params()["random_state"] == 3
     for wrong, message in ((float("nan"), "not finite"), ([1.0], "cannot be stored")):
         with pytest.raises(ValueError, match=message):

@@ -415,7 +415,7 @@ class Steerer(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn ships n
         return value
 
     def _rows(self, X: Any) -> tuple[Tensor, Tensor]:
-        """Checked rows on the fitted tensors' device, and a tensor without values of the shape and type of the input."""
+        """Checked rows on the fitted tensors' device, and a tensor without values, of the input's shape and type."""
         self._check_fitted()
         given = X if isinstance(X, Tensor) else np.asarray(X)
         shape = tuple(given.shape)
