@@ -2,9 +2,6 @@ import numpy as np
 import pytest
 import torch
 from bodes_steer.checks import as_given, as_rows, check_classes
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import array_shapes, arrays
 
 
 @pytest.mark.parametrize(
@@ -93,8 +90,8 @@ def test_classes_that_say_little_are_warned_of(recwarn):
         check_classes(torch.ones(2, 3), torch.ones(3, 3))
 
 
-@given(arrays(np.float64, array_shapes(min_dims=2, max_dims=2), elements=st.floats(-1e6, 1e6)))
-def test_arrays_come_back_as_arrays_and_tensors_as_tensors(array):
+def test_arrays_come_back_as_arrays_and_tensors_as_tensors():
+    array = np.array([[1.5, -2.0], [0.25, 1e6]])
     rows = as_rows(array, "a")
     back = as_given(rows, array)
     assert isinstance(back, np.ndarray)
