@@ -2,9 +2,9 @@
 
 The peer is `Normalizer`, `PolynomialCountSketch` and `LogisticRegression`, all with the method's parameters and
 otherwise as they come; with the same seed both sides have the same hashes, so the same objective
-`0.5 ||w||^2 + C sum loss`. Both run in turn in one process and get the same float32 rows; the figure is the median of
-the repetitions. Rows are made up like those of a model: far from the origin, with variances that fall by a power law,
-and classes a tenth of their norm apart.
+`0.5 ||w||^2 + C sum loss`. Both run in turn in one process and get the same float32 rows, of which scikit-learn makes
+float64 features and we float32 ones; the figure is the median of the repetitions. Rows are made up like
+those of a model: far from the origin, with variances that fall by a power law, and classes a tenth of their norm apart.
 
 For each width and C:
 
