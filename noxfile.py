@@ -280,7 +280,8 @@ def minimum(session: nox.Session, member: Member) -> None:
     install = ["uv", "pip", "install", "--quiet", "--python", str(venv), "--no-sources"]
     install += lowest_core(session, member, folder)
     project = str(member.path / "pyproject.toml")
-    lowest = ["--exact", *OURS, "--resolution", "lowest-direct", "-r", project, "--all-extras"]
+    # What another member's turn left would be kept where it fits, and the floor go untested, but for `--upgrade`.
+    lowest = ["--exact", "--upgrade", *OURS, "--resolution", "lowest-direct", "-r", project, "--all-extras"]
     session.run(*install, *lowest, env=QUIET, external=True)
     session.run(*install, "--no-deps", str(wheel_of(folder, member)), env=QUIET, external=True)
     # uv's cache takes a wheel of the same name for the same wheel, unless it is told to install it again.
