@@ -1,5 +1,6 @@
 """Activations of texts: the right tensor at the right token, in files that survive."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -158,7 +159,10 @@ def test_float16_that_overflows_is_refused():
         ({"layers": []}, "at least one"),
         ({"labels": [1, 0]}, "0 or 1 for each of the 6 texts"),
         ({"labels": [2] * 6}, "0 or 1"),
+        ({"labels": [0.5] * 6}, "0 or 1"),
         ({"batch_size": 0}, "batch_size=0"),
+        ({"max_length": 0}, "max_length=0"),
+        ({"texts": [{"role": "user", "content": "a"}]}, "single messages"),
     ],
 )
 def test_bad_input(model, options, message):
@@ -220,6 +224,44 @@ def test_runs_go_on_where_they_stopped_and_only_there(model, tmp_path, monkeypat
         extract(model, TEXTS[1:], out=path)
     extract(model, TEXTS[1:], out=path, resume=False)
     assert len(Activations.open(path)) == 5
+
+
+def test_names_that_are_none(model):
+    unchecked = inspect.unwrap(extract_activations)  # the tests' check of annotations would come first
+    for options, message in [({"position": "first"}, "'last', 'mean', 'all'"), ({"dtype": "int8"}, "'float32', ")]:
+        with pytest.raises(ValueError, match=message):
+            unchecked(model, tiny_tokenizer(), TEXTS, progress=False, **options)
+
+
+def test_what_a_kill_or_a_fault_left_half_done_is_done_again(model, tmp_path, monkeypatch):
+    """A kill loses what the system did not have yet: the beginning of the file, in front of the rows."""
+    path, part, journal = (tmp_path / f"a.safetensors{end}" for end in ("", ".part", ".journal"))
+    expected = extract(model, labels=LABELS)
+    forward, calls = model.forward, []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", failing)
+    with pytest.raises(KeyboardInterrupt):
+        extract(model, labels=LABELS, out=path, batch_size=2)
+    rows = 3 * 6 * 32 * 8
+    data = part.read_bytes()
+    part.write_bytes(bytes(len(data) - rows) + data[-rows:])
+    # A text that was not run is noted in place of one that was.
+    header, first, second = journal.read_text().splitlines()
+    record = json.loads(first)
+    missing = next(i for i in range(6) if f"[{i}," not in first + second)
+    record["texts"][0][0] = missing
+    journal.write_text("\n".join([header, json.dumps(record), second]) + "\n")
+    found = extract(model, labels=LABELS, out=path, batch_size=2)
+    assert found.labels.tolist() == LABELS
+    assert found.text_index.tolist() == list(range(6))
+    for layer in range(3):
+        torch.testing.assert_close(found.layer(layer), expected.layer(layer), atol=1e-10, rtol=1e-10)
 
 
 def test_places_that_cannot_be_written(model, tmp_path):
@@ -296,6 +338,8 @@ lines = [json.dumps({"id": i, "row": found.layer(2)[i].tolist()}) + "\\n" for i 
 
 @pytest.mark.slow
 class TestKilled(Resumable):
+    timeout_s = 180.0
+
     def command(self, folder):
         return [sys.executable, "-c", _SLOWLY, str(folder)]
 

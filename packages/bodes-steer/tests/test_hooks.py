@@ -354,6 +354,24 @@ def test_the_generate_of_the_instance_is_put_back(llama, steerer):
     assert "generate" not in vars(llama)
 
 
+def test_a_forward_that_another_puts_on_a_block_meanwhile_stays(llama, steerer):
+    model, tokens = copy.deepcopy(llama), prompt()
+    expected = reference_logits(model, tokens, 6, {LAYER: (steerer, T)})
+    block = model.model.layers[LAYER]
+    outer, inner = steer(model, steerer, layer=LAYER, T=T), steer(model, steerer, layer=0, T=0.0)
+    again = steer(model, {LAYER: steerer}, T=T, positions=lambda call: torch.zeros(1, 7, dtype=torch.bool))
+    calls = []
+    with outer:
+        before = block.forward
+        block.forward = other = lambda *args, **kwargs: calls.append(1) or before(*args, **kwargs)
+        with inner, again:
+            torch.testing.assert_close(logits(model, tokens), expected, atol=1e-9, rtol=1e-9)
+        assert block.forward is other
+    assert block.forward is other
+    assert calls == [1]
+    assert not block._forward_hooks
+
+
 def test_threads_have_prompts_of_their_own(llama, steerer):
     prompts = [prompt(1, length, length) for length in (3, 12)]
     expected = [reference_loop(llama, tokens, {LAYER: (steerer, T)}).tolist() for tokens in prompts]
@@ -471,11 +489,36 @@ def test_calls_whose_positions_cannot_be_told(llama, steerer):
             logits(llama, tokens, cu_seq_lens_q=torch.tensor([0, 7]))
         with pytest.raises(ValueError, match="without input_ids and inputs_embeds"):
             llama.model(input_ids=None, inputs_embeds=None)
+    for lengths in ([2, 3], [2, 3, 4]):  # of another batch
+        with steer(llama, steerer, layer=LAYER, T=T, prompt_lengths=lengths), pytest.raises(ValueError, match="4 rows"):
+            logits(llama, prompt(4))
     with steer(llama, steerer, layer=LAYER, T=T), pytest.raises(ValueError, match="outside a forward"):
         llama.model.layers[LAYER](
             torch.zeros(1, 2, 32, dtype=torch.float64),
             position_embeddings=(torch.zeros(1, 2, 8).double(), torch.zeros(1, 2, 8).double()),
         )
+
+
+def state_space_models():
+    from transformers import MambaConfig, MambaForCausalLM, RwkvConfig, RwkvForCausalLM
+
+    sizes = {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 2}
+    yield "backbone.layers.1", MambaForCausalLM(MambaConfig(state_size=4, **sizes)).eval()
+    yield "rwkv.blocks.1", RwkvForCausalLM(RwkvConfig(attention_hidden_size=32, **sizes)).eval()
+
+
+def test_states_that_do_not_count_tokens_are_refused_and_not_needed(steerer):
+    tokens = prompt()
+    options = {**GREEDY, "max_new_tokens": 2, "min_new_tokens": 2, "output_logits": True}
+    options |= {"attention_mask": torch.ones_like(tokens), "return_dict_in_generate": True}
+    for name, model in state_space_models():
+        with steer(model, steerer, layer_module=name, T=T):
+            with pytest.raises(ValueError, match=r"how many tokens it holds.*use_cache=False"):
+                model.generate(tokens, **options)
+            found = model.generate(tokens, use_cache=False, **options)
+        with steer(model, steerer, layer_module=name, T=T, prompt_lengths=7):
+            expected = logits(model, found.sequences)[:, -2]
+        torch.testing.assert_close(found.logits[1], expected, atol=1e-4, rtol=1e-4)
 
 
 class TestUnchanged(ModelUnchangedAfterExit):

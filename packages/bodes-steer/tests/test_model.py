@@ -1,8 +1,11 @@
 """Texts in, texts out."""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
-from bodes_steer import ODESteer, SteeredModel, steer
+from bodes_steer import ODESteer, SteeredModel, extract_activations, steer
 from bodes_steer.files import Origin
 from separata_testing.models import tiny_model
 
@@ -121,6 +124,27 @@ def test_answers_that_would_merge_with_the_question():
     assert split_tokens(Merging(), "a", ["b"]) == ([4], [[4]])
 
 
+def test_weights_that_lie_on_the_disk(steered, model, tiny_tokenizer, steerer, tmp_path):
+    from accelerate import dispatch_model
+
+    spread = dispatch_model(
+        copy.deepcopy(model), {"model": "disk", "lm_head": "disk"}, main_device="cpu", offload_dir=tmp_path
+    )
+    assert {each.device.type for each in spread.parameters()} == {"meta"}
+    other = SteeredModel(spread, tiny_tokenizer, steerer, layer=1)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    assert other.generate(PROMPTS, **options) == steered.generate(PROMPTS, **options)
+    assert other.score("a", ["b", "cd"]) == pytest.approx(steered.score("a", ["b", "cd"]))
+    found, expected = (extract_activations(each, tiny_tokenizer, PROMPTS, progress=False) for each in (spread, model))
+    torch.testing.assert_close(found.layer(1), expected.layer(1))
+
+
+def test_a_mask_of_numpy_stands_for_positions(steered, model, tiny_tokenizer, steerer):
+    everything = SteeredModel(model, tiny_tokenizer, steerer, layer=1, positions=np.ones(99, dtype=bool))
+    expected = SteeredModel(model, tiny_tokenizer, steerer, layer=1, positions="all")
+    assert everything.score("a", ["b"]) == pytest.approx(expected.score("a", ["b"]))
+
+
 def test_bad_input(steered):
     with pytest.raises(ValueError, match="prompts is empty"):
         steered.generate([])
@@ -128,7 +152,8 @@ def test_bad_input(steered):
         steered.generate({"input_ids": torch.ones(1, 2).long(), "attention_mask": torch.zeros(1, 2)})
     with pytest.raises(ValueError, match="messages is empty"):
         steered.chat([])
-    with pytest.raises(ValueError, match="answers is empty"):
-        steered.score("a", [])
+    for answers in ([], "b"):
+        with pytest.raises(ValueError, match="list of at least one text"):
+            steered.score("a", answers)
     with pytest.raises(ValueError, match=r"answers\[1\]='' has no tokens"):
         steered.score("a", ["b", ""])

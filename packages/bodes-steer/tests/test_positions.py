@@ -131,6 +131,10 @@ def test_given_masks_and_functions():
         steered(Call(1, 1, 4, CPU), mask)
     with pytest.raises(ValueError, match=r"3 rows.*2 given"):
         steered(Call(3, 4, 0, CPU), mask.expand(2, -1))
+    with pytest.raises(ValueError, match=r"4 rows.*the same number of the 2 given"):  # there are no beams here
+        steered(Call(4, 4, 0, CPU), mask.expand(2, -1))
+    beams = torch.tensor([[True, False], [False, False]])
+    assert steered(Call(4, 2, 0, CPU, None, Prompt(2, None, CPU)), beams)[:, 0].tolist() == [True, True, False, False]
 
     def second(call):
         return call.ordinals() == 1

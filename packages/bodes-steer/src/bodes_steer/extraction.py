@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -23,6 +23,7 @@ from separata_core.models import decoder_layers, edit_hidden_states
 from torch import Tensor, nn
 
 from bodes_steer.files import Origin
+from bodes_steer.model import input_device
 
 SCHEMA = "bodes-steer/activations"
 SCHEMA_VERSION = 1
@@ -241,15 +242,19 @@ def extract_activations(
 
     Raises:
         ValueError: No texts, texts without tokens (which ones), layers that do not exist, labels that are not 0 or 1 or
-            not as many, or a file at `out` that was made from something else.
+            not as many, another argument that makes no sense, or a file at `out` that was made from something else.
         OSError: The file cannot be written, or another run has it open.
     """
     count = len(decoder_layers(model))
     wanted = sorted(set(range(count) if layers is None else layers))
     if not wanted or not set(wanted) <= set(range(count)):
         raise ValueError(f"layers={wanted}; they must be among 0 to {count - 1}, and at least one")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}; it must be 1 or more")
+    for name, number in (("batch_size", batch_size), ("max_length", max_length)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number}; it must be 1 or more")
+    for name, value, known in (("position", position, get_args(Position)), ("dtype", dtype, get_args(Dtype))):
+        if value not in known:
+            raise ValueError(f"{name}={value!r}; it must be one of {', '.join(map(repr, known))}")
     if isinstance(texts, str) or not len(texts):
         raise ValueError("texts must be a list of texts or conversations, not empty")
     classes = _checked_labels(labels, len(texts))
@@ -429,7 +434,7 @@ class _Job:
         """`[layers, rows, d]` of a batch, on the CPU."""
         spans = [self.spans[text] for text in batch]
         width = max(len(span.ids) for span in spans)
-        device = _input_device(self.model)
+        device = input_device(self.model)
         # Padded on the right: in a causal model nothing before sees it, whatever the positions are.
         pad = next((i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if i is not None), 0)
         tokens = torch.tensor([[*span.ids, *[pad] * (width - len(span.ids))] for span in spans], device=device)
@@ -495,6 +500,8 @@ def _tokenize(tokenizer: Any, texts: Sequence[Any], limit: int | None) -> tuple[
     plain = [text for text in texts if isinstance(text, str)]
     if plain and len(plain) < len(texts):
         raise ValueError("texts holds both texts and conversations; pass one kind")
+    if any(isinstance(text, Mapping) for text in texts):
+        raise ValueError("texts holds single messages; pass a list of conversations, each a list of messages")
     if plain:
         rows = tokenizer(plain, add_special_tokens=True, truncation=False)["input_ids"]
     else:
@@ -536,15 +543,6 @@ def _width(model: nn.Module, origin: Origin | None) -> int:
     if size is None:
         raise ValueError(f"the configuration of {type(model).__name__} has no hidden_size")
     return int(size)
-
-
-def _input_device(model: nn.Module) -> torch.device:
-    embeddings = getattr(model, "get_input_embeddings", None)
-    module = embeddings() if callable(embeddings) else None
-    parameters = (model if not isinstance(module, nn.Module) else module).parameters()
-    found = next((p.device for p in parameters if p.device.type != "meta"), None)
-    # Weights that are kept elsewhere until they are needed say nothing.
-    return found if found is not None else getattr(model, "device", torch.device("cpu"))
 
 
 def _may_stop(model: nn.Module) -> bool:
@@ -644,16 +642,16 @@ class _Writer:
             _lock(self.journal, self.journal_path)
         known = self._read_journal() if self.resume and self.part.exists() else []
         self.file = self.part.open("r+b" if known else "w+b")
-        if not known:
-            self.file.write(self.blank)
-            self.file.truncate(self.size)
-            self.file.flush()
-            self.put("text_index", 0, self.layout.text_index)
-            if self.layout.labels is not None:
-                self.put("labels", 0, self.layout.labels)
-            if self.journal is not None:
-                self.journal.truncate(0)
-                self._note({"schema": f"{SCHEMA}-journal", "version": SCHEMA_VERSION, "run": self.about.get("run")})
+        # Anew each time: the journal vouches for rows only, and an earlier run may have died before these were written.
+        self.file.write(self.blank)
+        self.file.truncate(self.size)
+        self.put("text_index", 0, self.layout.text_index)
+        if self.layout.labels is not None:
+            self.put("labels", 0, self.layout.labels)
+        self.file.flush()
+        if not known and self.journal is not None:
+            self.journal.truncate(0)
+            self._note({"schema": f"{SCHEMA}-journal", "version": SCHEMA_VERSION, "run": self.about.get("run")})
         for record in known:
             self.done |= self._intact(record)
 
@@ -693,7 +691,7 @@ class _Writer:
         """The texts of a record whose rows are on the disk as they were written."""
         if "texts" not in record:
             return set()
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(json.dumps(record["texts"]).encode())
         for _, first, rows in record["texts"]:
             for layer in self.layout.layers:
                 digest.update(self._get(f"layer.{layer}", first, rows))
@@ -717,14 +715,14 @@ class _Writer:
 
     def take(self, places: list[tuple[int, int, Tensor]]) -> None:
         """Write the rows `[layers, rows, d]` of texts, and note that they are there."""
-        digest = hashlib.sha256()
+        texts = [[text, first, rows.shape[1]] for text, first, rows in places]
+        digest = hashlib.sha256(json.dumps(texts).encode())
         for _, first, rows in places:
             for layer, each in zip(self.layout.layers, rows, strict=True):
                 self.put(layer, first, each)
                 digest.update(_raw(each))
         self.file.flush()
         os.fsync(self.file.fileno())
-        texts = [[text, first, rows.shape[1]] for text, first, rows in places]
         self._note({"texts": texts, "sha256": digest.hexdigest()})
 
     def _note(self, record: Mapping[str, Any]) -> None:

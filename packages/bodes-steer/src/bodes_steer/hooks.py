@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 # Arguments by which sequences laid end to end in one row are told apart.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
+# Arguments that hold what was computed in earlier calls.
+_CACHES = ("past_key_values", "cache_params")
+
 
 @contextlib.contextmanager
 def steer(
@@ -156,11 +159,14 @@ class _Watch:
         if tokens is None:
             raise ValueError("the decoder was called without input_ids and inputs_embeds")
         prompt = None if self.generate is None else self.generate.prompt()
+        cache = next((arguments[name] for name in _CACHES if arguments.get(name) is not None), None)
+        if cache is None and prompt is not None and tokens.shape[1] < prompt.width:
+            raise _untold("the model's own state")  # without any the whole sequence would come each time
         selection = select(
             Call(
                 batch=tokens.shape[0],
                 query=tokens.shape[1],
-                past=_past(arguments),
+                past=0 if cache is None else _held(cache),
                 device=tokens.device,
                 mask=None if prompt is not None else plain_mask(arguments.get("attention_mask")),
                 prompt=prompt,
@@ -289,14 +295,17 @@ def _noticed(block: nn.Module) -> Iterator[None]:
     Code compiled before would pass over it: torch does not look for hooks again, but it does for a `forward` of the
     instance. So the block gets one, which is its own.
     """
-    own, _, users = _MARKED.get(block, (vars(block).get("forward"), None, 0))
+    there = vars(block).get("forward")
+    own, current, users = _MARKED.get(block, (there, there, 0))
+    if there is not current:
+        own, users = there, 0  # another one was put there while the outer contexts were open
     _mark(block, own, users + 1)
     try:
         yield
     finally:
-        own, current, users = _MARKED[block]
-        if vars(block).get("forward") is not current:
-            del _MARKED[block]  # whoever put another one there has to take it away
+        own, current, users = _MARKED.get(block, (None, None, 0))
+        if not users or vars(block).get("forward") is not current:
+            _MARKED.pop(block, None)  # whoever put another one there has to take it away
         elif users > 1:
             _mark(block, own, users - 1)
         else:
@@ -330,7 +339,7 @@ def _watched(owner: nn.Module) -> Iterator[_Generate]:
             if generate.own is None:
                 del owner.generate
             else:
-                setattr(owner, "generate", generate.own)  # noqa: B010  # likewise
+                setattr(owner, "generate", generate.own)  # noqa: B010  # a plain assignment would be one to a method
 
 
 def _prompt(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prompt:
@@ -364,15 +373,19 @@ def _prompt(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return Prompt(given.shape[1], None, given.device)
 
 
-def _past(arguments: Mapping[str, Any]) -> int | Tensor:
-    """How many columns the cache holds."""
-    cache = arguments.get("past_key_values")
-    if cache is None:
-        cache = arguments.get("cache_params")
-    if cache is None or not hasattr(cache, "get_seq_length"):
-        return 0
-    length = cache.get_seq_length()
+def _held(cache: Any) -> int | Tensor:
+    """How many columns a cache holds."""
+    try:
+        length = cache.get_seq_length()
+    except (AttributeError, ValueError):  # one of another kind, or a state that is of one size whatever it has read
+        raise _untold(f"the cache, a {type(cache).__name__},") from None
     return length if torch.compiler.is_compiling() else int(length)
+
+
+def _untold(what: str) -> ValueError:
+    return ValueError(
+        f"{what} does not say how many tokens it holds, so where the prompt ends is unknown; pass use_cache=False"
+    )
 
 
 def _targets(

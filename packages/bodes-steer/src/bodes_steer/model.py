@@ -69,13 +69,14 @@ class SteeredModel:
         Returns:
             A context manager that gives the model.
         """
+        ends = isinstance(self.positions, str) and self.positions == "from_prompt_end"
         return steer(
             self.model,
             self.steerer,
             layer=self.layer,
             T=self.T,
             positions=self.positions,
-            prompt_lengths=prompt_lengths if self.positions == "from_prompt_end" else None,
+            prompt_lengths=prompt_lengths if ends else None,
         )
 
     @torch.no_grad()
@@ -161,8 +162,8 @@ class SteeredModel:
         Raises:
             ValueError: No answers, one without tokens, or a question without.
         """
-        if not answers:
-            raise ValueError("answers is empty; give at least one")
+        if isinstance(answers, str) or not answers:
+            raise ValueError(f"answers={answers!r}; it must be a list of at least one text")
         begin, rows = split_tokens(self.tokenizer, question, answers)
         with self.steered(len(begin)):
             found = score_rows(
@@ -177,7 +178,7 @@ class SteeredModel:
             raise ValueError(f"prompts {empty} have no tokens; a prompt needs at least one")
         pad = _pad_of(self.tokenizer)
         width = max(map(len, rows))
-        device = _device_of(self.model)
+        device = input_device(self.model)
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
         options = dict(options)
@@ -276,7 +277,7 @@ def answer_logits(
     # The last token has no next one, so it need not be run.
     rows = [[*begin, *end[:-1]] for begin, end in zip(begins, ends, strict=True)]
     width = max(map(len, rows))
-    device = _device_of(model)
+    device = input_device(model)
     ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
     mask: Int64[Tensor, "batch width"] = torch.tensor(
         [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device
@@ -293,10 +294,17 @@ def _pad_of(tokenizer: Any) -> int:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model wants its tokens.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The device of its embeddings; the CPU for weights that lie elsewhere until they are needed, as what fetches them
+        takes the tokens along.
+    """
     embeddings = getattr(model, "get_input_embeddings", None)
     module = embeddings() if callable(embeddings) else None
     parameters = (module if isinstance(module, nn.Module) else model).parameters()
-    found = next((p.device for p in parameters if p.device.type != "meta"), None)
-    # Weights that are kept elsewhere until they are needed say nothing.
-    return found if found is not None else getattr(model, "device", torch.device("cpu"))
+    return next((p.device for p in parameters if p.device.type != "meta"), torch.device("cpu"))

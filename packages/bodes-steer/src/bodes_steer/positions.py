@@ -135,10 +135,10 @@ class Call:
         )
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """Values of the prompts for the rows of this call, where each prompt may stand for several (beams).
+        """Values of the prompts for the rows of this call; inside `generate` each may stand for several (beams).
 
         Args:
-            values: `[prompts, ...]`.
+            values: `[prompts, ...]`, or one for all rows.
 
         Returns:
             `[batch, ...]`.
@@ -147,8 +147,9 @@ class Call:
             ValueError: The batch has another number of rows.
         """
         count = values.shape[0]
-        if self.batch % count:
-            raise ValueError(f"the batch has {self.batch} rows, which is no multiple of the {count} given")
+        if self.batch % count or (self.prompt is None and count not in (1, self.batch)):
+            which = "the same number" if self.prompt is None else "a multiple"
+            raise ValueError(f"the batch has {self.batch} rows, which is not {which} of the {count} given")
         values = values.to(self.device)
         return values if self.batch == count else values.repeat_interleave(self.batch // count, dim=0)
 
