@@ -90,6 +90,9 @@ def test_fit_says_what_it_found_in_what_was_held_out(folder, tmp_path, capsys):
     assert auto["log_ratio"]["negatives_steered"] >= auto["log_ratio"]["positives"] - 0.05 * abs(
         auto["log_ratio"]["positives"]
     )
+    linear = output(capsys, [*command, "--method", "iti"]).out
+    assert "held-out accuracy" in linear
+    assert "nonlinear" not in linear
     everything = as_json(capsys, [*command, "--method", "caa", "--test-share", "0", "--T", "0.5"])
     assert everything["fitted_on"] == {"positives": 16, "negatives": 16}
     assert "accuracy" not in everything
@@ -104,7 +107,9 @@ def test_generate_sets_the_two_beside_each_other(folder, capsys):
     for row in still["texts"]:
         assert row["plain"] == row["steered"]
     assert [row["plain"] for row in still["texts"]] == [row["plain"] for row in found["texts"]]
-    strong = as_json(capsys, [*command, "--prompts", folder / "prompts.txt", "--relative", "2", "--positions", "all"])
+    strong = as_json(
+        capsys, [*command, "--prompts", folder / "prompts.txt", "--relative", "0.49", "--positions", "all"]
+    )
     assert any(row["plain"] != row["steered"] for row in strong["texts"])
     assert len(strong["texts"]) == 3
     sampled = [*command, "ab", "--sample", "--temperature", "2", "--seed", "1", "--chat"]
@@ -271,6 +276,14 @@ PLOT = ["plot", "{folder}/caa.safetensors", "--out"]
         ([*FIT, "--param", "x=1"], 1, "takes no parameter x"),
         ([*FIT, "--param", "x"], 2, "not of the form name=value"),
         ([*FIT, "--param", "T=1"], 2, "option of its own"),
+        ([*FIT, "--param", "C=abc"], 2, "C='abc' must be a number"),
+        ([*FIT, "--param", "steps=true"], 2, "steps=True must be a number"),
+        ([*FIT, "--param", "stop_at=high"], 2, "stop_at='high' must be a number"),
+        ([*FIT, "--param", "normalize=maybe"], 2, "normalize='maybe' must be true or false"),
+        ([*FIT, "--param", "solver=4"], 2, "solver=4 must be a word"),
+        # Too large for the numbers of the activations, which shows after fitting.
+        ([*FIT, "--param", "n_components=16", "--T", "1e300"], 1, "error: "),
+        (["fit", "{folder}/model", "--layer", "1", "--out", "{folder}/o.safetensors"], 1, "no file of activations"),
         ([*FIT, "--layer", "9"], 1, "the activations are of the blocks 0-2"),
         ([*FIT[:2], *FIT[4:]], 1, "--layer None"),
         ([*FIT, "--T", "nan"], 2, "no finite number"),
@@ -283,6 +296,7 @@ PLOT = ["plot", "{folder}/caa.safetensors", "--out"]
         ([*GENERATE, "\udc80"], 2, "no text in the encoding"),
         ([*GENERATE, "a", "--positions", "x"], 2, "none of from_prompt_end"),
         ([*GENERATE, "a", "--dtype", "int8"], 2, "none of float32"),
+        ([*GENERATE, "a", "--sample", "--top-p", "2"], 2, "--top-p"),
         ([*GENERATE, "a", "--T", "1", "--relative", "1"], 2, "only one of --T and --relative"),
         ([*GENERATE, "a", "--layer", "7"], 1, "error: "),
         ([*EVALUATE, "--judge", "x"], 2, "none of vader"),
@@ -293,6 +307,7 @@ PLOT = ["plot", "{folder}/caa.safetensors", "--out"]
         ([*SWEEP, "--relative", "1,x"], 2, "no list of numbers"),
         ([*SWEEP, "--methods", "caa,"], 2, "no list of names"),
         ([*SWEEP, "--param", "iti.C=1"], 2, "not of the form method.name=value"),
+        ([*SWEEP, "--param", "odesteer.C=x"], 2, "C='x' must be a number"),
         ([*SWEEP, "--layers", "5"], 1, "not among those of the activations"),
         ([*SWEEP, "--plot", "x.gif"], 1, "must end in .png or .svg"),
         ([*PLOT, "o.gif"], 1, "must end in .png or .svg"),
@@ -426,7 +441,13 @@ def test_a_steerer_of_another_model_is_refused_unless_forced(folder, tmp_path, c
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     command = ["generate", "a", "--steerer", str(folder / "caa.safetensors"), "--model", str(tmp_path / "model")]
     assert run(command) == 1
-    assert "was fitted on a model of type 'llama'" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "was fitted on a model of type 'llama'" in told
+    assert "--force" in told
+    sweep = ["sweep", str(folder / "acts.safetensors"), "--out", str(tmp_path / "t.json"), "--methods", "caa"]
+    sweep += ["--layers", "1", "--prompts", str(folder / "prompts.txt"), "--model", str(tmp_path / "model")]
+    assert run(sweep) == 1
+    assert "the activations are of a model with model_type 'llama', and --model has 'qwen2'" in capsys.readouterr().err
     assert "steered: " in output(capsys, [*command, "--max-new-tokens", "1", "--force"]).out
 
 
@@ -447,6 +468,15 @@ def test_every_help_has_an_example_that_is_well_formed(capsys, verb):
         command = command.commands[word]
     with command.make_context(words[-1], example[1 + len(words) :]):
         pass
+
+
+# In tests a warning that our code causes is an error.
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_a_step_that_ruins_fluency_is_warned_of(folder, capsys):
+    command = ["generate", "a", "--steerer", folder / "odesteer.safetensors", "--model", folder / "model"]
+    command += ["--max-new-tokens", "1"]
+    assert "ruins fluency" in output(capsys, [*command, "--relative", "-0.6"]).err
+    assert "ruins fluency" not in output(capsys, [*command, "--relative", "0.4"]).err
 
 
 # In tests a warning that our code causes is an error.

@@ -7,6 +7,7 @@ import pytest
 import torch
 from bodes_steer.baselines import CAA
 from bodes_steer.export import export_gguf
+from bodes_steer.files import Origin
 from bodes_steer.steerers import ODESteer
 
 D = 32
@@ -59,6 +60,22 @@ def test_several_layers_and_where_a_steerer_comes_from(tmp_path, steerer, monkey
     export_gguf(steerer, tmp_path / "v.gguf")
     fields, tensors = read(tmp_path / "v.gguf")
     assert (fields["controlvector.model_hint"], list(tensors)) == ("qwen2", ["direction.7"])
+    with pytest.warns(UserWarning, match="was fitted on the output of block 7 and is exported for block 8"):
+        export_gguf(steerer, tmp_path / "v.gguf", layer=8)
+
+
+def test_blocks_and_models_that_do_not_fit_are_refused(tmp_path, steerer, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    other = CAA().fit(*torch.randn(2, 20, D, generator=generator))
+    monkeypatch.setattr(steerer, "origin_", Origin(model_type="qwen2", num_layers=8, layer=7), raising=False)
+    monkeypatch.setattr(other, "origin_", Origin(model_type="llama", num_layers=8, layer=6), raising=False)
+    for given, layer, message in (
+        (steerer, 8, r"layer=8 does not exist; the model has the blocks 0 to 7"),
+        ({7: steerer, 6: other}, None, "different types: llama, qwen2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export_gguf(given, tmp_path / "v.gguf", layer=layer)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

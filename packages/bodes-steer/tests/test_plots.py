@@ -62,6 +62,11 @@ def test_layers(axes):
     plot_layers(LAYERS, axes)
     assert lines(axes)["linear accuracy"] == [(1, 0.6), (2, 0.7), (4, 0.9)]
     assert "caa length" not in lines(axes)
+    # A number that could not be had.
+    part = Table("layers", ({**LAYERS.rows[0], "linear_accuracy": None}, *LAYERS.rows[1:]), "caa_accuracy", "layer")
+    plot_layers(part, again := axes.figure.add_subplot())
+    assert lines(again)["linear accuracy"] == [(2, 0.7), (4, 0.9)]
+    assert len(lines(again)["caa accuracy"]) == 3
     with pytest.raises(ValueError, match="must be one that sweep_layers made"):
         plot_layers(TABLE, axes)
 

@@ -51,6 +51,7 @@ def test_every_choice_is_judged_once_after_the_untouched_model():
     table = swept(metric, layers=[7, 4])
     heads = [(row["layer"], row["method"], row["T_rel"]) for row in table.rows]
     assert heads == [(7, "none", 0.0), *((layer, name, T) for layer in (7, 4) for name in METHODS for T in (0.05, 0.2))]
+    assert table == swept(Counting(), layers=[7, 4, 7], methods=(*METHODS, "caa"), Ts=(0.05, 0.2, 0.05))
     assert [each[0:2] for each in metric.asked] == [(7, None), *(head[:2] for head in heads[1:])]
     assert table.columns == ["layer", "method", "T", "T_rel", "along", "length"]
 
@@ -215,7 +216,7 @@ def test_layers_are_told_apart():
 
 
 def table(points):
-    made = ({"layer": 0, "method": "m", "gain": gain, "cost": cost} for gain, cost in points)
+    made = ({"layer": 0, "method": "m", "T": 1.0, "gain": gain, "cost": cost} for gain, cost in points)
     return Table("methods", tuple(made), "gain", "cost")
 
 
@@ -260,6 +261,10 @@ def test_tables_in_files(tmp_path):
         (json.dumps({**body, "version": 2}), "reads version 1"),
         (json.dumps({**body, "rows": [{"layer": 1}]}), "is no valid table"),
         (json.dumps({**body, "rows": []}), "has no rows"),
+        *(
+            (json.dumps({**body, "rows": [{**body["rows"][0], name: value}]}), "is no valid table")
+            for name, value in (("gain", "0.5"), ("cost", math.nan), ("layer", None), ("T", None), ("T", True))
+        ),
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):

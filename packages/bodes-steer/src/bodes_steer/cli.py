@@ -1,5 +1,6 @@
 """The command line; see `bodes-steer --help`."""
 
+import contextlib
 import json
 import math
 import os
@@ -53,6 +54,8 @@ _MOST_LAYERS = 10_000
 
 # Names of options that are not those of their parameters.
 _OPTIONS = {"strength": "--T", "strengths": "--T"}
+# Arguments that messages advise, as they are called here.
+_ARGUMENTS = {"resume=False": "--restart", "force=True": "--force", "positive=...": "--positive"}
 
 Model = Annotated[
     str | None, typer.Option(help="Folder or name of a transformers model; SmolLM2-135M-Instruct if not given.")
@@ -75,6 +78,7 @@ Relative = Annotated[
 Positions = Annotated[str, typer.Option(help=f"Which positions are steered: {', '.join(_POSITIONS)}.")]
 SteererFile = Annotated[Path, typer.Option(help="A steerer written by 'fit' or 'demo'.")]
 ActivationsFile = Annotated[Path, typer.Argument(help="Labelled activations written by 'extract'.")]
+Force = Annotated[bool, typer.Option("--force", help="Also for a model that it was not fitted on.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of what is drawn by chance.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Texts in one forward.")]
 TestShare = Annotated[float, typer.Option(min=0, max=0.9, help="Share that is held out.")]
@@ -82,7 +86,9 @@ Chat = Annotated[bool, typer.Option("--chat", help="Put plain prompts into the m
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 Sample = Annotated[bool, typer.Option("--sample", help="Draw tokens by chance in place of the likeliest ones.")]
 Temperature = Annotated[float, typer.Option(help="Of the drawing.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that have this share of the probability.")]
+TopP = Annotated[
+    float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens that have this share of the probability.")
+]
 Prompts = Annotated[Path | None, typer.Option(help="Prompts: .txt (one in a line), .jsonl, .csv or .parquet.")]
 JudgeName = Annotated[
     str, typer.Option(help="Who scores the texts: 'vader' (a lexicon of sentiment), 'classifier' or 'endpoint'.")
@@ -115,7 +121,10 @@ def demo(
     batch_size: BatchSize = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Fit on film-review snippets, steer what the model writes, and let a lexicon judge it."""
+    """Fit on film-review snippets, steer what the model writes, and let a lexicon judge it.
+
+    Without --dtype the weights are in bfloat16 where the processor multiplies it natively.
+    """
     if not (math.isfinite(relative) and relative > 0):
         raise typer.BadParameter(f"{relative} is no share above 0", param_hint="--relative")
     check_writable(out)
@@ -126,7 +135,8 @@ def demo(
 
     vader_judge()  # a missing extra is told before the work
     texts = embedded().rated_texts("movie")
-    loaded, tokenizer = _load(model, dtype)
+    # Half the time, where the processor can; what is steered is computed in float32 all the same.
+    loaded, tokenizer = _load(model, dtype or ("bfloat16" if _has_fast_bfloat16() else None))
     result = run_demo(
         loaded,
         tokenizer,
@@ -263,6 +273,7 @@ def fit(
     check_writable(out)
     from bodes_steer.steerers import auto_T, make_steerer
 
+    _check_kinds(method, params)
     steerer = make_steerer(method, **params)
     if "random_state" in steerer.get_params():
         if "random_state" not in params:
@@ -279,7 +290,6 @@ def fit(
         strength = auto_T(steerer, test_neg, test_pos)
     if strength is not None:
         steerer.set_params(T=_finite("--T", strength))
-    steerer.save(out, model=opened.model, layer=layer)
     found = {
         "steerer": str(out),
         "method": method,
@@ -290,7 +300,8 @@ def fit(
         "median_norm": float(steerer.median_norm_),
         **_held_out_facts(steerer, (fit_pos, fit_neg), (test_pos, test_neg)),
     }
-    _print(found if as_json else "\n".join([*_fit_lines(found), f"steerer: {out}"]))
+    steerer.save(out, model=opened.model, layer=layer)
+    _print(found if as_json else "\n".join([*_fit_lines(found, steerer), f"steerer: {out}"]))
 
 
 @app.command(epilog="Example: bodes-steer generate --steerer bodes-steer-demo.safetensors 'The film begins with'")
@@ -312,7 +323,7 @@ def generate(
     top_p: TopP = 0.9,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
-    force: Annotated[bool, typer.Option("--force", help="Also for a model that it was not fitted on.")] = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts with the model as it is and with the steered one."""
@@ -327,6 +338,8 @@ def generate(
         except UnicodeEncodeError:
             raise typer.BadParameter("it is no text in the encoding of this terminal", param_hint="prompt") from None
     given = read_prompts(prompts if prompts is not None else [{"prompt": each} for each in prompt or ()], chat=chat)
+    import torch
+
     from bodes_steer.model import SteeredModel
 
     loaded, tokenizer, fitted, length = _load_steered(model, dtype, steerer, strength, relative, force=force)
@@ -340,7 +353,8 @@ def generate(
             found[name] = []
             for first in range(0, len(texts), batch_size):
                 batch = texts[first : first + batch_size]
-                with _same_random_state(seed + first):
+                with torch.random.fork_rng():
+                    torch.manual_seed(seed + first)
                     found[name] += steered.generate(batch, **how)
                 bar.update(len(batch))
     if as_json:
@@ -384,7 +398,7 @@ def eval_generation(
     top_p: TopP = 0.9,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
-    force: Annotated[bool, typer.Option("--force", help="Also for a model that it was not fitted on.")] = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Let both write, and compare score, perplexity and variety, paired by prompt.
@@ -538,6 +552,8 @@ def sweep(
     chosen, names = _layers(layers), _names("--methods", methods)
     grid = _numbers_in("--T", strengths) if strengths is not None else _numbers_in("--relative", relative)
     params = _params_by_method(param, names)
+    for name, its in params.items():
+        _check_kinds(name, its)
     check_writable(out)
     if resume is not None:
         check_writable(resume)
@@ -559,6 +575,7 @@ def sweep(
         options: dict[str, Any] = {}
         if scorer is not None:
             loaded, tokenizer = _load(model, dtype)
+            _check_same_model(opened, loaded)
             texts = [_prompt_text(tokenizer, each) for each in given]
             how = _how_to_generate(max_new_tokens, sample, temperature, top_p)
             options = {
@@ -738,7 +755,10 @@ def run(arguments: Sequence[str]) -> int:
             return code
         except (ValueError, OSError, RuntimeError, ImportError, OverflowError, NotImplementedError) as error:
             # What to do about it may stand in a later line of the message.
-            print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+            told = " ".join(str(error).split()) or type(error).__name__
+            for argument, option in _ARGUMENTS.items():
+                told = told.replace(argument, option)
+            print(f"error: {told}", file=sys.stderr)
             return 1
     return 0
 
@@ -755,20 +775,6 @@ def _bar(total: int, description: str) -> Any:
     from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
     return tqdm(total=total, desc=description, unit="text", dynamic_ncols=True)
-
-
-def _same_random_state(seed: int) -> Any:
-    import contextlib
-
-    import torch
-
-    @contextlib.contextmanager
-    def state() -> Any:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            yield
-
-    return state()
 
 
 def _choice(option: str, value: str, allowed: Sequence[str]) -> None:
@@ -862,6 +868,21 @@ def _params_by_method(given: Sequence[str] | None, methods: Sequence[str]) -> di
     return found
 
 
+def _check_kinds(method: str, params: Mapping[str, Any]) -> None:
+    """A value of another kind than the default, which the method itself would stumble over late or not at all."""
+    from bodes_steer.steerers import make_steerer
+
+    defaults = make_steerer(method).get_params()
+    for name, value in params.items():
+        default = defaults.get(name)
+        # Where nothing is the default, a number is what can be given.
+        kind: Any = type(default) if isinstance(default, bool | str) else (int, float)
+        good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if name in defaults and not good and not (default is None and value is None):
+            words = {bool: "true or false", str: "a word"}.get(kind, "a number")
+            raise typer.BadParameter(f"{name}={value!r} must be {words}", param_hint="--param")
+
+
 def _check_judge(context: Context, judge: str, judge_model: str | None) -> None:
     _choice("--judge", judge, _JUDGES)
     if judge == "vader":
@@ -934,12 +955,27 @@ def _load_steered(
     T = _strength(steerer, strength, relative)  # noqa: N806  # the paper's name
     loaded, tokenizer = _load(model, dtype)
     check_model(steerer, loaded, what=str(file), force=force)
+    with contextlib.suppress(ValueError):  # how far a row moves depends on the row, or none moves
+        if abs(T) > steerer.absolute_T(0.5):
+            warnings.warn(f"T = {T:.4g} moves by over half of the activation norm, which ruins fluency", stacklevel=2)
     return loaded, tokenizer, steerer, T
+
+
+def _check_same_model(opened: "Activations", model: Any) -> None:
+    from bodes_steer.files import Origin
+
+    here = Origin.of(model)
+    for name in ("model_type", "hidden_size", "num_layers"):
+        there, its = getattr(opened.model, name), getattr(here, name)
+        if there and its and there != its:
+            raise ValueError(f"the activations are of a model with {name} {there!r}, and --model has {its!r}")
 
 
 def _activations(path: Path) -> "Activations":
     from bodes_steer.extraction import Activations
 
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file of activations")
     return Activations.open(path)
 
 
@@ -1018,7 +1054,7 @@ def _held_out_facts(steerer: "Steerer", fitted: tuple[Any, Any], held_out: tuple
     }
 
 
-def _fit_lines(found: Mapping[str, Any]) -> list[str]:
+def _fit_lines(found: Mapping[str, Any], steerer: "Steerer") -> list[str]:
     fitted, held = found["fitted_on"], found["held_out"]
     lines = [
         f"{found['method']} on block {found['layer']}: fitted on {fitted['positives']} positive and "
@@ -1032,9 +1068,10 @@ def _fit_lines(found: Mapping[str, Any]) -> list[str]:
             f"median log ratio of held-out negatives {ratios['negatives']:+.3f}, steered "
             f"{ratios['negatives_steered']:+.3f} (positives {ratios['positives']:+.3f})",
         ]
-        if found["angle_degrees"] is not None:
+        nonlinear = steerer.constant_vector is None and found["method"] != "mimic"
+        if nonlinear and found["angle_degrees"] is not None:
             lines.append(f"median angle between first and last step {found['angle_degrees']:.1f} degrees")
-        if found["accuracy"] <= found["linear_accuracy"] and found["method"] not in ("linear-ode",):
+        if nonlinear and found["accuracy"] <= found["linear_accuracy"]:
             lines.append("the nonlinear part buys nothing in accuracy here")
     return lines
 
@@ -1133,3 +1170,13 @@ def _load(place: str | None, dtype: str | None) -> tuple[Any, Any]:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ValueError(f"--model {place} cannot be loaded: its files lack the weights {shown}")
     return model.to(device).eval(), tokenizer
+
+
+def _has_fast_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 natively; without that it is slower than float32."""
+    import torch
+
+    # Not in every torch that this package runs with.
+    read = getattr(torch.cpu, "get_capabilities", dict)
+    capabilities: Mapping[str, Any] = read()
+    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "sve_bf16"))

@@ -10,6 +10,7 @@ too, where `steer(...)` begins at the last token of the prompt: the same as `pos
 """
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,8 @@ def export_gguf(
         The length of the direction of each layer.
 
     Raises:
-        ValueError: A steerer whose step depends on where it starts, no layer or layer 0, or directions of different
-            lengths.
+        ValueError: A steerer whose step depends on where it starts, no layer, layer 0 or one that its model does not
+            have, or directions of different lengths or kinds of model.
         ImportError: The extra `gguf` is not installed.
         OSError: The file cannot be written.
     """
@@ -65,8 +66,10 @@ def export_gguf(
     if len({len(each) for each in directions.values()}) > 1:
         raise ValueError(f"the directions differ in length: { {k: len(v) for k, v in directions.items()} }")
     hints = {getattr(getattr(each, "origin_", None), "model_type", None) for each in by_layer.values()} - {None, ""}
+    if len(hints) > 1:
+        raise ValueError(f"the steerers were fitted on models of different types: {', '.join(sorted(map(str, hints)))}")
     if model_hint is None:
-        model_hint = str(hints.pop()) if len(hints) == 1 else "unknown"
+        model_hint = str(hints.pop()) if hints else "unknown"
     check_writable(path)
     gguf = _gguf()
 
@@ -88,6 +91,16 @@ def export_gguf(
 def _direction(steerer: "Steerer", layer: int, T: float | None) -> Any:  # noqa: N803  # the paper's name
     if layer < 1:
         raise ValueError(f"layer={layer!r}: llama.cpp steers the outputs of blocks from 1 on, counted from 0")
+    origin: Any = getattr(steerer, "origin_", None)
+    blocks, fitted = getattr(origin, "num_layers", None), getattr(origin, "layer", None)
+    if blocks is not None and layer >= blocks:
+        raise ValueError(f"layer={layer} does not exist; the model has the blocks 0 to {blocks - 1}")
+    if fitted not in (None, layer):
+        warnings.warn(
+            f"the steerer was fitted on the output of block {fitted} and is exported for block {layer}, whose "
+            "activations are others",
+            stacklevel=3,
+        )
     vector = steerer.constant_vector
     if vector is None:
         raise ValueError(

@@ -107,15 +107,14 @@ def plot_layers(table: "Table", target: "str | os.PathLike[str] | Axes") -> None
         OSError: The file cannot be written.
     """
     names = [name for name in table.columns if name.endswith("accuracy")]
+    names = [name for name in names if table.known(name)]
     if table.of != "layers" or not names:
         raise ValueError("the table holds no accuracy by layer; it must be one that sweep_layers made")
-    layers = [int(row["layer"]) for row in table.rows]
 
     def draw(axes: "Axes") -> None:
         for name in names:
-            axes.plot(
-                layers, [float(row[name]) for row in table.rows], marker="o", markersize=3, label=name.replace("_", " ")
-            )
+            known = [(int(row["layer"]), float(row[name])) for row in table.known(name)]
+            axes.plot(*zip(*known, strict=True), marker="o", markersize=3, label=name.replace("_", " "))
         axes.axhline(0.5, color="grey", linewidth=1, linestyle=":")
         axes.set_xlabel("block whose output is read, counted from 0")
         axes.set_ylabel("share of held-out examples told right")

@@ -165,10 +165,12 @@ class Table:
             table = cls(str(body["of"]), rows, str(body["gain"]), str(body["cost"]))
             # What no picture or choice could be made of.
             for row in table.rows:
-                int(row["layer"]), str(row["method"] if table.of == "methods" else "")
-                for name in (table.gain, table.cost):
-                    if row[name] is not None:
-                        float(row[name])
+                numbers = [row["layer"], *(row[name] for name in (table.gain, table.cost) if row[name] is not None)]
+                if table.of == "methods":
+                    numbers.append(row["T"])
+                    str(row["method"])
+                if not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
+                    raise ValueError(f"not all of {numbers} are finite numbers")  # noqa: TRY301  # told like all that is wrong
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"it is no valid table ({type(error).__name__}: {error})") from None
         if not rows:
@@ -418,7 +420,8 @@ def sweep(
         "seed": seed,
         "about": dict(about or {}),
     }
-    choices = [(layer, name, each) for layer in by_layer for name in methods for each in strengths]
+    named = dict.fromkeys(methods), dict.fromkeys(strengths)
+    choices = [(layer, name, each) for layer in by_layer for name in named[0] for each in named[1]]
     rows: list[dict[str, Any]] = []
     with _Log(resume, run) as log, _bar(progress, 1 + len(choices), "sweep") as bar:
 
