@@ -73,6 +73,9 @@ def test_bad_input_is_refused(model, steerer):
         (["a", ""], {}, "none of them empty"),
         ("one", {}, "prompts is 'one'"),
         (["a"], {"batch_size": 0}, "batch_size is 0"),
+        (["a"], {"resamples": 0}, "resamples is 0"),
+        (["a"], {"seed": -1}, "seed is -1"),
+        (["a"], {"num_return_sequences": 2}, "2 completions of 1 prompts"),
     ]:
         with pytest.raises(ValueError, match=message):
             evaluate_generation(model, tiny_tokenizer(), steerer, prompts, length, **{**OPTIONS, **options})

@@ -5,6 +5,7 @@ import os
 import threading
 
 import pytest
+import tokenizers
 import torch
 from bodes_steer.judges import (
     ClassifierJudge,
@@ -34,6 +35,9 @@ def test_any_callable_is_a_judge_and_is_held_to_the_form():
         judge_scores(lambda prompts, completions: [1.0], ["a", "b"], ["c", "d"])
     with pytest.raises(JudgeError, match="1 scores that are not finite, the first nan for completion 1: 'd'"):
         judge_scores(lambda prompts, completions: [1.0, math.nan], ["a", "b"], ["c", "d"])
+    for nothing in (None, [None]):
+        with pytest.raises(JudgeError, match="must return a list of numbers"):
+            judge_scores(lambda prompts, completions, given=nothing: given, ["a"], ["b"])
 
 
 def classifier(labels):
@@ -79,20 +83,47 @@ def test_a_classifier_judge_refuses_what_does_not_fit():
         ({"label": "best"}, "'bad', 'fair', 'good'"),
         ({"label": 3}, "label is 3"),
         ({"label": 0, "batch_size": 0}, "batch_size is 0"),
+        ({"label": 0, "max_length": 0}, "max_length is 0"),
         ({"label": 0, "template": "{text}"}, "must hold {completion}"),
     ]:
         with pytest.raises(ValueError, match=message):
             ClassifierJudge(model, tokenizer, **options)
     with pytest.raises(ValueError, match="single output"):
         ClassifierJudge(classifier(1), tokenizer, label="good")
+    model.config.pad_token_id = 5
+    with pytest.raises(ValueError, match=r"pads with token 0, but model\.config\.pad_token_id is 5"):
+        ClassifierJudge(model, tokenizer, label=0)
     tokenizer.pad_token = None
     with pytest.raises(ValueError, match="no pad token"):
         ClassifierJudge(model, tokenizer, label=0)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_text_without_tokens_cannot_be_classified(size):
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B")
+    with pytest.raises(JudgeError, match="a text has no tokens"):
+        ClassifierJudge(classifier(3), tokenizer, label=0, batch_size=size)(["p", "p"], ["", "long"])
+
+
 @given(st.floats(-1e6, 1e6).map(lambda value: round(value, 3)))
 def test_numbers_are_read_from_replies(value):
     assert number(f"Score: {value:.3f}.") == value
+    assert number(f"{value!r}, I think, not 5") == value
+
+
+def test_numbers_are_read_however_they_are_written():
+    assert [number(text) for text in (".5", "7/10", "-.25", "\u22123", "1e-3", "8 e", "**9.**")] == [
+        0.5,
+        7,
+        -0.25,
+        -3,
+        0.001,
+        8,
+        9,
+    ]
+    with pytest.raises(ValueError, match="no number"):
+        number("none.")
 
 
 def test_yes_and_no_are_read_from_replies():
@@ -193,6 +224,26 @@ def test_a_refusal_is_told_at_once_and_without_the_key(endpoint):
     assert len(endpoint.seen) == 1
 
 
+def test_a_refusal_ends_waiting_for_others(endpoint):
+    # Whichever of the two comes first is told to wait for an hour.
+    endpoint.script = [(429, "", {"Retry-After": "3600"}), (403, "no", {})]
+    with pytest.raises(JudgeError, match="status 403"):
+        judge_at(endpoint, concurrency=2)(["p", "p"], ["abc", "de"])
+    assert len(endpoint.seen) == 2
+
+
+def test_keys_are_stripped_and_those_that_no_header_can_hold_are_not_shown(endpoint, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY + "\n")
+    assert judge_at(endpoint)(["p"], ["abc"]) == [3.0]
+    assert endpoint.headers[0]["Authorization"] == f"Bearer {KEY}"
+    for odd in (KEY + "\u2026", KEY + "\n" + KEY):
+        monkeypatch.setenv("OPENAI_API_KEY", odd)
+        with pytest.raises(JudgeError, match="the key in OPENAI_API_KEY has characters") as caught:
+            judge_at(endpoint)(["p"], ["abc"])
+        assert KEY not in str(caught.value)
+    assert len(endpoint.seen) == 1
+
+
 @pytest.mark.parametrize("answer", ["no json", "{}", '{"choices": []}', '{"choices": [{"message": {"content": 1}}]}'])
 def test_another_protocol_is_told(endpoint, answer):
     endpoint.script = [(200, answer, {})]
@@ -231,18 +282,64 @@ def test_a_line_that_was_cut_off_is_asked_again_and_other_files_are_left_alone(e
     assert cache.read_bytes() == b"my diary"
 
 
+def test_a_disk_that_is_full_leaves_no_half_of_a_line(endpoint, tmp_path):
+    resource = pytest.importorskip("resource", reason="Windows has no such limits")
+    cache = tmp_path / "replies.jsonl"
+    judge = judge_at(endpoint, cache=cache, concurrency=1)
+    judge(["p"], ["abc"])
+    whole = cache.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 9, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            judge(["p"], ["de"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert cache.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_shows_before_anything_is_asked(endpoint, tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        judge_at(endpoint, cache=tmp_path / "nowhere" / "replies.jsonl")
+
+
+def test_another_process_is_waited_for(endpoint, tmp_path):
+    fcntl = pytest.importorskip("fcntl", reason="Windows has no such locks")
+    cache = tmp_path / "replies.jsonl"
+    judge_at(endpoint, cache=cache)(["p"], ["abc"])
+    whole = cache.read_bytes()
+    with cache.open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        # Half of a line, which is on its way.
+        other.truncate(len(whole) - 5)
+        found = []
+        reader = threading.Thread(target=lambda: found.append(judge_at(endpoint, cache=cache)))
+        reader.start()
+        reader.join(0.1)
+        assert not found
+        other.seek(0)
+        other.write(whole)
+    reader.join()
+    assert found[0](["p"], ["abc"]) == [3.0]
+    assert len(endpoint.seen) == 1
+
+
 def test_an_endpoint_judge_refuses_what_does_not_fit(monkeypatch):
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     for options, message in [
         ({}, "set OPENAI_BASE_URL"),
         ({"base_url": "localhost:8000"}, "must begin with http"),
+        ({"base_url": "http://"}, "an address alone"),
+        ({"base_url": f"https://me:{KEY}@x/v1"}, "an address alone"),
+        ({"base_url": f"https://x/v1?key={KEY}"}, "an address alone"),
         ({"base_url": "http://x", "template": "none"}, "must hold {completion}"),
         ({"base_url": "http://x", "concurrency": 0}, "concurrency is 0"),
         ({"base_url": "http://x", "attempts": 0}, "attempts is 0"),
         ({"base_url": "http://x", "timeout": 0.0}, "timeout 0"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             EndpointJudge("m", **options)
+        assert KEY not in str(caught.value)
 
 
 def test_the_extra_is_named_where_httpx_is_missing(monkeypatch):

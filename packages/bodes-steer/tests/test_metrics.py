@@ -69,9 +69,30 @@ def test_bootstrap_intervals_are_those_of_the_normal_approximation():
 def test_bootstrap_without_a_change_and_with_the_same_one_everywhere():
     nothing = paired_bootstrap([0.1, 0.7, 0.3], [0.1, 0.7, 0.3], resamples=100)
     assert (nothing.difference, nothing.interval, nothing.p_value) == (0.0, (0.0, 0.0), 1.0)
-    same = paired_bootstrap([0.0, 1.0, 2.0], [1.0, 2.0, 3.0], resamples=999)
+    same = paired_bootstrap(range(20), range(1, 21), resamples=999)
     assert same.interval == (1.0, 1.0)
     assert same.p_value == 2 / 1000
+
+
+def test_few_units_show_little_however_alike_they_change():
+    assert paired_bootstrap([0.0], [1.0]).p_value == 1.0
+    assert paired_bootstrap([0.0, 0.0], [1.0, 2.0]).p_value == 0.5
+
+
+def test_bootstrap_is_that_of_the_exact_distribution():
+    # The mean of 12 draws, by convolving one draw's distribution with itself; resampled in more than one block.
+    change = np.array([-2, -2, -1, 0, 0, 0, 1, 1, 2, 2, 2, 2])
+    one = np.bincount(change + 2, minlength=5) / 12
+    exact = np.array([1.0])
+    for _ in range(12):
+        exact = np.convolve(exact, one)
+    values = (np.arange(len(exact)) - 24) / 12
+    found = paired_bootstrap([0.0] * 12, change.tolist(), resamples=100_000)
+    share = exact.cumsum()
+    # The exact quantile is a step; chance may take the one beside it.
+    expected = values[np.searchsorted(share, [0.025, 0.975])]
+    assert found.interval == pytest.approx(tuple(expected), abs=1.01 / 12)
+    assert found.p_value == pytest.approx(2 * float(exact[values <= 0].sum()), rel=0.05)
 
 
 @given(PAIRS)
@@ -156,13 +177,14 @@ class Greedy:
     def __init__(self, *pieces, end=None):
         self.pieces, self.eos_token_id, self.bos_token_id = pieces, end, None
 
-    def __call__(self, text):
+    def __call__(self, text, add_special_tokens=True):
         ids = []
         while text:
             piece = max((each for each in self.pieces if text.startswith(each)), key=len)
             ids.append(self.pieces.index(piece))
             text = text[len(piece) :]
-        return {"input_ids": ids if self.eos_token_id is None else [*ids, self.eos_token_id]}
+        end = [] if self.eos_token_id is None or not add_special_tokens else [self.eos_token_id]
+        return {"input_ids": ids + end}
 
 
 def test_a_token_across_the_border_belongs_to_all_completions():
@@ -170,8 +192,10 @@ def test_a_token_across_the_border_belongs_to_all_completions():
     assert encode_pair(tokenizer, "Q:", [" n", " nn"]) == ([0, 1], [[3, 5], [3, 5, 5]])
     # ": y" is one token, so that the others are scored from their ":" on, too.
     assert encode_pair(tokenizer, "Q:", [" n", " y"]) == ([0], [[1, 3, 5], [2]])
-    with pytest.raises(ValueError, match="prompt ':' has no tokens of its own"):
-        encode_pair(tokenizer, ":", [" y"])
+    # Nothing of the prompt would be left.
+    assert encode_pair(tokenizer, ":", [" y", "n"]) == ([1], [[3, 4], [5]])
+    with pytest.raises(ValueError, match="prompt '' has no tokens"):
+        encode_pair(tokenizer, "", [" y"])
     with pytest.raises(ValueError, match="completion '' adds no token"):
         encode_pair(tokenizer, "Q", [""])
 

@@ -74,6 +74,14 @@ def test_another_file_is_refused(tmp_path):
         read_truthfulqa(path)
 
 
+@pytest.mark.parametrize("content", [b"Q?,b\xe9,a,c\n", b'Q?,best,"a; b,wrong\nand so on'])
+def test_a_file_in_another_encoding_or_cut_off_is_refused(tmp_path, content):
+    path = tmp_path / "q.csv"
+    path.write_bytes(b"Question,Best Answer,Correct Answers,Incorrect Answers\n" + content)
+    with pytest.raises(ValueError, match=r"q\.csv is no csv file in UTF-8, or was cut off"):
+        read_truthfulqa(path)
+
+
 def test_mc1_is_the_best_answers_and_mc2_the_share_of_all_correct_ones():
     question = Question("Q?", ("fair", "best"), ("wrong", "worse"), 1)
     # A correct answer above all does not help the best one.
@@ -278,6 +286,8 @@ def test_a_journal_of_something_else_is_left_alone(finished, tmp_path):
         (b'{"my": "diary"}\n', "no journal of TruthfulQA scores"),
         (b"my diary\n", "line 1, is damaged"),
         (first + b'{"stage": 1}\n', "line 2, is damaged"),
+        (first + b'{"stage":"choose 0","question":0,"log_likelihoods":[1]}\n', "line 2, is damaged"),
+        (first + journal.splitlines(keepends=True)[1].replace(b"[[", b"[[0.5,"), "was altered"),
         (first.replace(b'"seed":42', b'"seed":43'), r"another run \(different seed\)"),
     ]:
         path.write_bytes(content)
@@ -286,10 +296,24 @@ def test_a_journal_of_something_else_is_left_alone(finished, tmp_path):
         assert path.read_bytes() == content
 
 
+def test_two_runs_at_once_do_not_share_a_journal(finished, tmp_path):
+    pytest.importorskip("fcntl", reason="Windows has no such locks")
+    path = tmp_path / "scores.jsonl"
+    path.write_bytes(finished[1])
+    with _Journal(path, json.loads(finished[1].splitlines()[0])):
+        with pytest.raises(OSError, match=r"scores\.jsonl is in use by another run"):
+            evaluate(questions(9), journal=path)
+        assert path.read_bytes() == finished[1]
+    assert evaluate(questions(9), journal=path) == finished[0]
+
+
 def test_an_evaluation_refuses_what_does_not_fit():
     for options, message in [
         ({"strengths": ()}, "strengths is"),
         ({"strengths": (0.1, 0.0)}, "strengths is"),
+        ({"strengths": (0.1, math.nan)}, "strengths is"),
+        ({"resamples": 0}, "resamples is 0"),
+        ({"params": {"odestear": {}, "caa": {}}}, r"params holds \['odestear'\]; the methods are"),
         ({"methods": ("caa", "caa")}, "each once"),
         ({"methods": ()}, "methods is"),
         ({"methods": ("best",)}, "best"),

@@ -1,6 +1,7 @@
 """What steering does to generated texts: a judge's score, variety and fluency, paired with the plain model's texts."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +52,7 @@ class Texts:
         return percentile(self.scores, 90)
 
     def to_json(self) -> dict[str, Any]:
-        """A form for JSON, with nan as None."""
+        """A form for JSON, with None for what is not finite."""
         return {
             "mean": self.mean,
             "p90": self.p90,
@@ -146,7 +147,8 @@ def evaluate_generation(
         Texts, scores and the paired comparison.
 
     Raises:
-        ValueError: There are no prompts, one is empty, or `batch_size` is below 1; or see `steer`.
+        ValueError: There are no prompts, one is empty, `batch_size` or `resamples` is below 1, `seed` is negative, or
+            `generate_kwargs` ask for several completions of a prompt; or see `steer`.
         JudgeError: See `judge_scores`.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
@@ -157,6 +159,11 @@ def evaluate_generation(
         raise ValueError(f"prompts is {prompts!r}; it must be a list of one text or more, none of them empty")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    # What comes last is checked first: generating takes long.
+    if resamples < 1:
+        raise ValueError(f"resamples is {resamples}; it must be at least 1")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; it must be at least 0")
     steered_model = SteeredModel(model, tokenizer, steerer, layer=layer, T=T, positions=positions)
     # With T = 0 the hook hands on what it is given, bit for bit.
     plain_model = SteeredModel(model, tokenizer, steerer, layer=layer, T=0.0, positions=positions)
@@ -168,7 +175,13 @@ def evaluate_generation(
                 batch = list(prompts[first : first + batch_size])
                 with torch.random.fork_rng():
                     torch.manual_seed(seed + first)
-                    completions += each.generate(batch, **generate_kwargs)
+                    written = each.generate(batch, **generate_kwargs)
+                if len(written) != len(batch):
+                    raise ValueError(
+                        f"{len(written)} completions of {len(batch)} prompts; give each prompt as often as it is to be "
+                        "completed, in place of num_return_sequences"
+                    )
+                completions += written
                 bar.update(len(batch))
             judged.append(_judged(completions, prompts, judge, fluency or (model, tokenizer), batch_size))
     plain, steered = judged
@@ -193,4 +206,4 @@ def _judged(
 
 
 def _json_number(value: float) -> float | None:
-    return value if value == value else None
+    return value if math.isfinite(value) else None

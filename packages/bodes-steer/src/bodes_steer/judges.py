@@ -5,15 +5,18 @@ the user means otherwise. Whoever calls one goes through `judge_scores`, which h
 """
 
 import concurrent.futures
+import contextlib
 import email.utils
 import hashlib
+import io
 import json
 import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,11 +58,15 @@ def judge_scores(judge: Judge, prompts: Sequence[str], completions: Sequence[str
 
     Raises:
         ValueError: Prompts and completions are not as many.
-        JudgeError: The judge returned another number of scores, or one that is not finite.
+        JudgeError: The judge returned no numbers, another number of them, or one that is not finite.
     """
     if len(prompts) != len(completions):
         raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; they must be as many")
-    scores = [float(score) for score in judge(list(prompts), list(completions))]
+    given: Any = judge(list(prompts), list(completions))
+    try:
+        scores = [float(score) for score in given]
+    except TypeError as error:
+        raise JudgeError(f"the judge must return a list of numbers: {error}") from error
     if len(scores) != len(completions):
         raise JudgeError(f"the judge returned {len(scores)} scores for {len(completions)} completions")
     odd = [place for place, score in enumerate(scores) if not math.isfinite(score)]
@@ -112,22 +119,37 @@ class ClassifierJudge:
             max_length: Cut texts to so many tokens; None for the tokenizer's own limit, if it has one.
 
         Raises:
-            ValueError: The label does not fit the model, the template lacks `{completion}`, `batch_size` is below 1,
-                or the tokenizer has no token to pad with and several rows go into one forward.
+            ValueError: The label does not fit the model, the template lacks `{completion}`, `batch_size` or
+                `max_length` is below 1, or several rows go into one forward and the tokenizer has no token to pad with,
+                or another one than the model's configuration.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length is {max_length}; it must be at least 1")
         if "{completion}" not in template:
             raise ValueError(f"template is {template!r}; it must hold {{completion}}")
         if tokenizer.pad_token_id is None and batch_size > 1:
             raise ValueError("the tokenizer has no pad token; set tokenizer.pad_token, or batch_size=1")
+        # By this token a decoder finds the last one of each text, whose output is the score.
+        config: Any = model.config
+        pad = getattr(config.get_text_config(), "pad_token_id", None)
+        if pad != tokenizer.pad_token_id and batch_size > 1:
+            raise ValueError(
+                f"the tokenizer pads with token {tokenizer.pad_token_id}, but model.config.pad_token_id is {pad}; set "
+                "both to the same, or batch_size=1"
+            )
         self.model: Any = model
         self.tokenizer, self.template = tokenizer, template
         self.batch_size, self.max_length = batch_size, max_length
         self.label = _label_index(self.model.config, label)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], /) -> list[float]:
-        """Score; see `Judge`."""
+        """Score; see `Judge`.
+
+        Raises:
+            JudgeError: A text has no tokens.
+        """
         texts = [_filled(self.template, *pair) for pair in zip(prompts, completions, strict=True)]
         order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
         found: dict[int, float] = {}
@@ -147,6 +169,8 @@ class ClassifierJudge:
         # Tokenizers without a limit of their own give an astronomic number.
         cut = {"truncation": True, "max_length": limit} if limit < 10**9 else {}
         inputs = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, **cut)
+        if not inputs["input_ids"].shape[1] or not inputs["attention_mask"].any(1).all():
+            raise JudgeError("a text has no tokens; let the template hold more than an empty completion")
         device = next(self.model.parameters()).device
         logits = self.model(**{name: value.to(device) for name, value in inputs.items()}).logits.float()
         chosen = logits[:, 0] if self.label is None else logits.softmax(-1)[:, self.label]
@@ -198,10 +222,10 @@ def number(text: str) -> float:
     Raises:
         ValueError: There is none.
     """
-    found = re.search(r"-?\d+(?:\.\d+)?", text)
+    found = re.search(r"[-\u2212]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", text)
     if found is None:
         raise ValueError("it holds no number")
-    return float(found[0])
+    return float(found[0].replace("\u2212", "-"))
 
 
 def yes_or_no(text: str) -> float:
@@ -248,7 +272,8 @@ class EndpointJudge:
 
         Args:
             model: Name of the model at the endpoint.
-            base_url: What comes before `/chat/completions`; None takes the environment's `OPENAI_BASE_URL`.
+            base_url: What comes before `/chat/completions`, without a query, a user's name or a password; None takes
+                the environment's `OPENAI_BASE_URL`.
             template: The question, with `{completion}` and, if the judge is to see it, `{prompt}` in it.
             parse: From the reply's text to a score; raises ValueError where there is none (see `number`, `yes_or_no`).
             key_variable: Environment variable that holds the key; where it is not set, none is sent.
@@ -265,12 +290,20 @@ class EndpointJudge:
         Raises:
             ValueError: No address is known or it is none, the template lacks `{completion}`, a number is out of range,
                 or the cache is another kind of file.
+            OSError: The cache cannot be written.
         """
         address = base_url or os.environ.get("OPENAI_BASE_URL")
         if not address:
             raise ValueError("base_url is missing: give the endpoint's address, or set OPENAI_BASE_URL")
         if not address.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {address!r}; it must begin with http:// or https://")
+        parts = urllib.parse.urlsplit(address)
+        if not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment:
+            # Not shown, as it may hold a key.
+            raise ValueError(
+                "base_url must be an address alone, without a user's name, a password or a query; a key is taken from "
+                f"the environment variable {key_variable}"
+            )
         if "{completion}" not in template:
             raise ValueError(f"template is {template!r}; it must hold {{completion}}")
         for name, value in (("concurrency", concurrency), ("attempts", attempts)):
@@ -290,7 +323,8 @@ class EndpointJudge:
 
         Raises:
             ImportError: httpx is not installed.
-            JudgeError: The endpoint refused, could not be reached after all attempts, or replied what cannot be read.
+            JudgeError: The key has characters that no header can hold; the endpoint refused, could not be reached after
+                all attempts, or replied what cannot be read.
         """
         try:
             import httpx
@@ -302,15 +336,18 @@ class EndpointJudge:
         bodies = {question: self._body(question) for question in questions}
         missing = [question for question, body in bodies.items() if self._replies.get(body) is None]
         if missing:
+            stop = threading.Event()
             with (
                 httpx.Client(timeout=self.timeout, headers=self._headers()) as client,
                 concurrent.futures.ThreadPoolExecutor(self.concurrency) as pool,
             ):
-                waiting = [pool.submit(self._ask, client, bodies[question]) for question in missing]
+                waiting = [pool.submit(self._ask, client, bodies[question], stop) for question in missing]
                 try:
                     for each in concurrent.futures.as_completed(waiting):
                         each.result()
                 except BaseException:
+                    # Nobody waits for attempts that are an hour off.
+                    stop.set()
                     for each in waiting:
                         each.cancel()
                     raise
@@ -319,17 +356,23 @@ class EndpointJudge:
     def _body(self, question: str) -> dict[str, Any]:
         return {"model": self.model, "messages": [{"role": "user", "content": question}], **self.options}
 
+    def _key(self) -> str:
+        key = os.environ.get(self.key_variable, "").strip()
+        if not key.isascii() or not key.isprintable():
+            raise JudgeError(f"the key in {self.key_variable} has characters that no header can hold")
+        return key
+
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self.key_variable)
+        key = self._key()
         return {"Authorization": f"Bearer {key}"} if key else {}
 
-    def _ask(self, client: Any, body: Mapping[str, Any]) -> None:
+    def _ask(self, client: Any, body: Mapping[str, Any], stop: threading.Event) -> None:
         import httpx
 
         trouble, wait = "", 0.0
         for attempt in range(self.attempts):
-            if attempt:
-                time.sleep(max(wait, min(60.0, self.backoff * 2 ** (attempt - 1))))
+            if attempt and stop.wait(max(wait, min(60.0, self.backoff * 2 ** (attempt - 1)))):
+                return
             try:
                 response = client.post(f"{self.base_url}/chat/completions", json=dict(body))
             except httpx.TransportError as error:
@@ -345,7 +388,7 @@ class EndpointJudge:
 
     def _shown(self, text: str) -> str:
         # Some endpoints repeat the key that they refuse.
-        key = os.environ.get(self.key_variable)
+        key = self._key()
         return (text.replace(key, "[key]") if key else text)[:_KEPT_OF_AN_ANSWER]
 
     def _score(self, reply: str | None) -> float:
@@ -383,29 +426,43 @@ def _seconds(header: str | None) -> float:
 
 
 class _Replies:
-    """Replies by request, one JSON line each, appended by a single write; a line that a crash cut off is dropped."""
+    """Replies by request, one JSON line each, appended whole; a last line that a crash cut off is dropped."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._known: dict[str, str] = {}
-        if path is None or not path.exists():
+        if path is None:
             return
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        for line_number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                self._known[str(record["request"])] = str(record["reply"])
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"{path}, line {line_number}, is no kept reply; give another file, or delete this one"
-                ) from None
-        if len(whole) < len(content):
+        # Made at once: a file that cannot be written must show before replies are paid for.
+        with self._opened(path) as file:
+            file.seek(0)
+            content = file.readall()
+            whole = content[: content.rfind(b"\n") + 1]
+            for line_number, line in enumerate(whole.splitlines(), start=1):
+                try:
+                    record = json.loads(line)
+                    self._known[str(record["request"])] = str(record["reply"])
+                except (ValueError, KeyError, TypeError):
+                    raise ValueError(
+                        f"{path}, line {line_number}, is no kept reply; give another file, or delete this one"
+                    ) from None
             begun, torn = b'{"request"', content[len(whole) :]
             if not torn.startswith(begun) and not begun.startswith(torn):
                 raise ValueError(f"{path} is no file of kept replies; it is left as it is")
-            os.truncate(path, len(whole))
+            if torn:
+                file.truncate(len(whole))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _opened(path: Path) -> Iterator[io.FileIO]:
+        """The file, with other processes kept out, so that a line on its way is not taken for one cut off."""
+        with path.open("a+b", buffering=0) as file:
+            with contextlib.suppress(ImportError, OSError):  # Windows, and some network file systems, have no locks
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
 
     @staticmethod
     def _key(body: Mapping[str, Any]) -> str:
@@ -420,9 +477,12 @@ class _Replies:
             self._known[key] = reply
             if self.path is None:
                 return
-            # One write to a file opened for appending lands whole, also beside another process.
-            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(handle, json.dumps({"request": key, "reply": reply}).encode() + b"\n")
-            finally:
-                os.close(handle)
+            with self._opened(self.path) as file:
+                end = file.seek(0, os.SEEK_END)
+                line = json.dumps({"request": key, "reply": reply}).encode() + b"\n"
+                try:
+                    while line:
+                        line = line[file.write(line) :]
+                except OSError:
+                    file.truncate(end)  # half a line would spoil the next one
+                    raise

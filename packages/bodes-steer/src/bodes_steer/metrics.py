@@ -108,7 +108,7 @@ class PairedBootstrap:
         after: Mean under the second.
         interval: Percentile interval of `difference` at `confidence`.
         p_value: Two-sided: twice the smaller share of resampled differences on either side of 0, at most 1; no smaller
-            than 2 / (resamples + 1).
+            than 2 / (resamples + 1), nor than 2 / 2^units, the least that a test by signs gives so few units.
         units: Number of units (questions, prompts).
         resamples: How often the units were drawn again.
         confidence: Coverage of `interval`.
@@ -179,7 +179,8 @@ def paired_bootstrap(
         before=float(first.mean()),
         after=float(second.mean()),
         interval=(float(low), float(high)),
-        p_value=min(1.0, 2 * (sides + 1) / (resamples + 1)),
+        # Of few units that all change alike every resample changes alike, which shows little.
+        p_value=min(1.0, max(2 * (sides + 1) / (resamples + 1), 2.0 ** (1 - units))),
         units=units,
         resamples=resamples,
         confidence=confidence,
@@ -191,7 +192,8 @@ def encode_pair(tokenizer: Any, prompt: str, completions: Sequence[str]) -> tupl
 
     Each text is tokenised whole. What all of them share with the tokens of the prompt alone is the prompt; where a
     tokenizer merges characters across the border, the token in which they meet belongs to the completions, in all of
-    them. An end token that the tokenizer appends is dropped.
+    them. Where nothing of the prompt or of a completion would be left, prompt and completions are tokenised apart. An
+    end token that the tokenizer appends is dropped.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -209,19 +211,23 @@ def encode_pair(tokenizer: Any, prompt: str, completions: Sequence[str]) -> tupl
     for text in texts:
         while head[:shared] != text[:shared]:
             shared -= 1
+    rests = [text[shared:] for text in texts]
+    if not shared or not all(rests):
+        shared = len(head)
+        rests = [_ids(tokenizer, completion, add_special_tokens=False) for completion in completions]
     if not shared:
         raise ValueError(
-            f"prompt {prompt!r} has no tokens of its own; give one of a token or more, or a tokenizer that begins "
-            "each text with a token"
+            f"prompt {prompt!r} has no tokens; give one of a token or more, or a tokenizer that begins each text with "
+            "a token"
         )
-    for text, completion in zip(texts, completions, strict=True):
-        if len(text) == shared:
+    for rest, completion in zip(rests, completions, strict=True):
+        if not rest:
             raise ValueError(f"completion {completion!r} adds no token to prompt {prompt!r}; leave it out")
-    return head[:shared], [text[shared:] for text in texts]
+    return head[:shared], rests
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = list(tokenizer(text)["input_ids"])
+def _ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    ids: list[int] = list(tokenizer(text, **options)["input_ids"])
     end = tokenizer.eos_token_id
     # A text that is the end token alone, as for an empty prompt of GPT-2, keeps it: it stands for the beginning.
     return ids[:-1] if len(ids) > 1 and end is not None and ids[-1] == end and end != tokenizer.bos_token_id else ids

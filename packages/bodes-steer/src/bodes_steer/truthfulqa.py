@@ -47,6 +47,7 @@ from separata_core.models import (
 )
 from torch import Tensor, nn
 
+from bodes_steer.extraction import _lock
 from bodes_steer.metrics import PairedBootstrap, encode_pair, head_input, head_log_probs, paired_bootstrap
 from bodes_steer.steerers import Steerer, cast_back, make_steerer
 
@@ -151,13 +152,21 @@ def read_truthfulqa(path: str | os.PathLike[str]) -> list[Question]:
         The questions in order, however many there are (817 as first published, fewer in later releases).
 
     Raises:
-        ValueError: A column is missing, a question lacks something, occurs twice, or there are none; names the line.
+        ValueError: The file is no csv file in UTF-8, a column is missing, a question lacks something, occurs twice, or
+            there are none; names the line.
         OSError: The file cannot be read.
     """
+    try:
+        return _read(path)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no csv file in UTF-8, or was cut off: {error}") from error
+
+
+def _read(path: str | os.PathLike[str]) -> list[Question]:
     questions: list[Question] = []
     seen: dict[str, int] = {}
     with Path(path).open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(file, strict=True)
         missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
             raise ValueError(f"{path}: column {', '.join(missing)} is missing; is this TruthfulQA's csv file?")
@@ -711,18 +720,23 @@ def evaluate_truthfulqa(
         All scores.
 
     Raises:
-        ValueError: Too few questions, no strengths or one that is not positive, an unknown or repeated method, or a
-            journal of another run.
-        OSError: The journal cannot be written.
+        ValueError: Too few questions, no strengths or one that is not positive, an unknown or repeated method,
+            parameters of a method that is not evaluated, no resamples, or a journal of another run.
+        OSError: The journal cannot be written, or another run has it.
+        OverflowError: Steered states do not fit into float16.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
     if len(questions) < 8:
         raise ValueError(f"{len(questions)} questions; two folds that each choose and fit need at least 8")
-    if not strengths or min(strengths) <= 0:
+    if not strengths or not all(0 < each < math.inf for each in strengths):
         raise ValueError(f"strengths is {tuple(strengths)}; it must hold one positive share or more")
+    if resamples < 1:
+        raise ValueError(f"resamples is {resamples}; it must be at least 1")
     if not methods or len(set(methods)) < len(methods):
         raise ValueError(f"methods is {tuple(methods)}; it must name one method or more, each once")
+    if other := sorted(set(params or {}) - set(methods)):
+        raise ValueError(f"params holds {other}; the methods are {tuple(methods)}")
     grid = sorted(float(each) for each in strengths)
     made = {method: _made(method, (params or {}).get(method, {}), seed) for method in methods}
     middle = (len(decoder_layers(model)) - 1) // 2
@@ -841,17 +855,26 @@ class _Journal:
     def __enter__(self) -> "_Journal":
         if self.path is None:
             return self
-        content = self.path.read_bytes() if self.path.exists() else b""
+        self._file = self.path.open("a+b")
+        try:
+            _lock(self._file, self.path)
+            self._continue()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _continue(self) -> None:
+        self._file.seek(0)
+        content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
         # Without a line of its own it must be the beginning of ours.
         for number, line in enumerate(whole.splitlines() or ([content] if content else []), start=1):
             self._read(number, line, torn=not whole)
-        self._file = self.path.open("ab")
         if len(whole) < len(content):
             self._file.truncate(len(whole))
         if not whole:
             self._write(self._header)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -870,7 +893,12 @@ class _Journal:
     ) -> dict[int, list[list[float]]]:
         """Log-likelihoods of the answers to each question under each setting, computed where they are not known."""
         for place in places:
-            if (stage, place) not in self._known:
+            if (stage, place) in self._known:
+                # Where there are as many numbers as needed they are what was written, or forged.
+                sizes = [len(each) for each in self._known[stage, place]]
+                if sizes != [len(scorer.questions[place].answers)] * len(settings):
+                    raise ValueError(f"{self.path}, question {place}, was altered; delete the file to start anew")
+            else:
                 found = scorer.steered(place, settings)
                 self._known[stage, place] = found
                 if self._file is not None:
@@ -891,7 +919,8 @@ class _Journal:
         try:
             record = json.loads(line)
             if number > 1:
-                self._known[str(record["stage"]), int(record["question"])] = record["log_likelihoods"]
+                rows = [[float(value) for value in row] for row in record["log_likelihoods"]]
+                self._known[str(record["stage"]), int(record["question"])] = rows
         except (ValueError, KeyError, TypeError):
             raise ValueError(
                 f"{self.path}, line {number}, is damaged or was altered; delete the file to start anew"
