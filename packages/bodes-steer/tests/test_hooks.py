@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -221,6 +222,19 @@ def test_no_strength_changes_nothing(llama, steerer):
     with steer(llama, {0: steerer, 2: steerer}, T={0: 0.0, 2: 1.0}):
         assert not torch.equal(logits(llama, tokens), plain)
     assert torch.equal(logits(llama, tokens), plain)
+
+
+def test_a_strength_that_ruins_fluency_is_warned_of(llama, steerer):
+    most = steerer.absolute_T(0.5)
+    with (
+        pytest.warns(UserWarning, match="more than half of their median length"),
+        steer(llama, steerer, layer=1, T=-1.01 * most),
+    ):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with steer(llama, steerer, layer=1, T=0.99 * most):
+            pass
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

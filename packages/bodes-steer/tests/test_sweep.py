@@ -93,6 +93,17 @@ def test_held_out_rows_are_not_fitted_on(monkeypatch):
         assert (len(fitted), len(held_out)) == (30, 10)
 
 
+def test_two_runs_do_not_share_a_file(tmp_path):
+    path = tmp_path / "points.jsonl"
+
+    def metric(point):
+        with pytest.raises(OSError, match=r"points\.jsonl is in use by another run"):
+            swept(Counting(), resume=path)
+        return {"along": 0.0, "length": 0.0}
+
+    swept(metric, layers=[4], methods=["caa"], Ts=[1], resume=path)
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "points.jsonl"
     whole = swept(first := Counting(), resume=path)

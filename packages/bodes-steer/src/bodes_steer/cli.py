@@ -1,12 +1,11 @@
 """The command line; see `bodes-steer --help`."""
 
-import contextlib
 import json
 import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -745,7 +744,7 @@ def run(arguments: Sequence[str]) -> int:
         The exit code: 0 if it ran, 1 if it failed, 2 for wrong usage, 130 if it was interrupted.
     """
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _each_once()
         try:
             app(args=list(arguments), prog_name="bodes-steer")
         except SystemExit as exit_:
@@ -763,8 +762,16 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+def _each_once() -> Callable[..., None]:
+    """A way of showing warnings that says the same thing once."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in told:
+            told.add(str(message))
+            print(f"warning: {message}", file=sys.stderr)
+
+    return show
 
 
 def _print(result: str | Mapping[str, Any]) -> None:
@@ -955,9 +962,6 @@ def _load_steered(
     T = _strength(steerer, strength, relative)  # noqa: N806  # the paper's name
     loaded, tokenizer = _load(model, dtype)
     check_model(steerer, loaded, what=str(file), force=force)
-    with contextlib.suppress(ValueError):  # how far a row moves depends on the row, or none moves
-        if abs(T) > steerer.absolute_T(0.5):
-            warnings.warn(f"T = {T:.4g} moves by over half of the activation norm, which ruins fluency", stacklevel=2)
     return loaded, tokenizer, steerer, T
 
 

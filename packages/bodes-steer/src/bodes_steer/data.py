@@ -164,7 +164,10 @@ def split_groups(groups: Sequence[str], share: float, seed: int) -> tuple[list[i
         raise ValueError(f"share={share!r} must lie above 0 and below 1")
     names = list(dict.fromkeys(groups))
     if len(names) < 2:
-        raise ValueError(f"there are {len(names)} groups of examples; at least two are needed to hold some out")
+        raise ValueError(
+            f"there are {len(names)} groups of examples (those of one prompt are one group); at least two are "
+            "needed to hold some out"
+        )
     random.Random(seed).shuffle(names)  # noqa: S311  # a choice of examples, no secret
     held_out = set(names[: min(max(round(share * len(names)), 1), len(names) - 1)])
     first = [index for index, group in enumerate(groups) if group not in held_out]
@@ -194,7 +197,7 @@ def check_writable(path: "str | os.PathLike[str]") -> None:
         raise type(error)(f"the folder of {path} cannot be written to: {error.strerror}") from None
 
 
-def write_atomically(path: "str | os.PathLike[str]", write: Callable[[Path], None]) -> None:
+def write_atomically(path: "str | os.PathLike[str]", write: Callable[[Path], object]) -> None:
     """Write a file beside its place and move it there.
 
     Args:
@@ -240,10 +243,33 @@ def write_text(path: "str | os.PathLike[str]", text: str) -> None:
     write_atomically(path, write)
 
 
+def lock_file(file: Any, path: Path) -> None:
+    """Keep other runs out of an open file until it is closed, as two would write into each other's lines.
+
+    Args:
+        file: The open file.
+        path: Its name, for the message.
+
+    Raises:
+        OSError: Another run has it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # there is none on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(f"{path} is in use by another run; wait for it, or give another file") from None
+    except OSError:  # some network file systems have no locks
+        return
+
+
 def _refuse_special(path: Path) -> None:
     if path.exists() and not path.is_file():
         # To move a file into the place of a device would replace the device.
-        raise OSError(f"{path} is a device or the like; name an ordinary file")
+        kind = "folder" if path.is_dir() else "device or the like"
+        raise OSError(f"{path} is a {kind}; name an ordinary file")
 
 
 def _template_parts(template: str) -> tuple[str, str, str]:

@@ -230,7 +230,7 @@ def probe_activations(
     neg: Tensor,
     test_pos: Tensor,
     test_neg: Tensor,
-    T: float,  # noqa: N803
+    T: float,  # noqa: N803  # the paper's name
 ) -> Probe:
     """Look at what was fitted, on held-out activations.
 

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int, Int64
 from separata_core.models import decoder_layers, edit_hidden_states
 from torch import Tensor, nn
 
+from bodes_steer.data import lock_file
 from bodes_steer.files import Origin
 from bodes_steer.model import input_device
 
@@ -639,7 +640,7 @@ class _Writer:
     def _open(self) -> None:
         if self.journal_path is not None:
             self.journal = self.journal_path.open("a+b")
-            _lock(self.journal, self.journal_path)
+            lock_file(self.journal, self.journal_path)
         known = self._read_journal() if self.resume and self.part.exists() else []
         self.file = self.part.open("r+b" if known else "w+b")
         # Anew each time: the journal vouches for rows only, and an earlier run may have died before these were written.
@@ -878,20 +879,6 @@ def _weights_digest(model: nn.Module) -> str:
         values = None if whole.is_meta else whole.flatten()[:8].float().tolist()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values}\n".encode())
     return digest.hexdigest()
-
-
-def _lock(file: Any, path: Path) -> None:
-    """Keep other runs out, as two of them would write into each other's lines."""
-    try:
-        import fcntl
-    except ImportError:  # there is none on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OSError(f"{path} is in use by another run; wait for it, or give another file") from None
-    except OSError:  # some network file systems have no locks
-        return
 
 
 # Processes.

@@ -5,15 +5,15 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bodes_steer.data import write_atomically
 from bodes_steer.steerers import STEERERS, Steerer, make_steerer
 
 SCHEMA = "bodes-steer/steerer"
@@ -140,7 +140,7 @@ def save_steerer(
 
     # Tensors that share memory are refused there.
     data = save({name: tensor.clone() for name, tensor in state.items()}, metadata={_ENTRY: text})
-    _write_atomically(path, data)
+    write_atomically(path, lambda temporary: temporary.write_bytes(data))
 
 
 def load_steerer(path: str | os.PathLike[str], *, model: Any = None, force: bool = False) -> Steerer:
@@ -251,7 +251,7 @@ def _body(path: Path, data: bytes) -> dict[str, Any]:
         header = json.loads(data[8 : 8 + length])
         body = json.loads(header["__metadata__"][_ENTRY])
         if body["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {body['schema']!r}")  # noqa: TRY301  # likewise
+            raise ValueError(f"its schema is {body['schema']!r}")  # noqa: TRY301  # one place words all of these
     except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
         raise ValueError(
             f"{path} is no file of a steerer, or it was cut off: {type(error).__name__}: {str(error)[:200]}"
@@ -279,25 +279,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:  # a vendored copy has no distribution of its own
             found[name] = "unknown"
     return found
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    if path.exists() and not path.is_file():
-        # To move a file into the place of a device would replace the device.
-        kind: Literal["folder", "device or the like"] = "folder" if path.is_dir() else "device or the like"
-        raise OSError(f"{path} is a {kind}; name an ordinary file")
-    # A link stays one, and the file that it leads to is replaced.
-    path = path.resolve()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)  # mkstemp makes it private; a steerer is meant to be shared
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

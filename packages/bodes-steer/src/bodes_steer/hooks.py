@@ -420,7 +420,9 @@ def _targets(
             raise ValueError(
                 f"the steerer was fitted on activations of width {width}, and the model's hidden states have {hidden}"
             )
-        targets.append(_Target(path, module, each, _strength(each, strength, place)))
+        target = _Target(path, module, each, _strength(each, strength, place))
+        _warn_of_strength(each, target.T)
+        targets.append(target)
     if isinstance(strength, Mapping):
         _refuse_unknown(strength, wanted)
     return targets
@@ -441,6 +443,18 @@ def _strength(steerer: Any, strength: Any, place: int) -> float:
     if isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"T={value!r}; it must be a finite number")
     return float(value)
+
+
+def _warn_of_strength(steerer: Any, strength: float) -> None:
+    with contextlib.suppress(ValueError):  # how far a row moves depends on the row, or none moves
+        most = steerer.absolute_T(0.5)
+        if abs(strength) > most:
+            warnings.warn(
+                f"T={strength:g} moves activations by more than half of their median length (T={most:.4g}), which "
+                "ruins the fluency of a model",
+                UserWarning,
+                stacklevel=5,
+            )
 
 
 def _fitted_width(steerer: Any) -> int:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bodes_steer.data import split_groups, write_text
+from bodes_steer.data import lock_file, split_groups, write_text
 from bodes_steer.steerers import Steerer, make_steerer
 
 if TYPE_CHECKING:
@@ -667,16 +667,21 @@ class _Log:
     def __enter__(self) -> "_Log":
         if self._path is None:
             return self
-        content = self._path.read_bytes() if self._path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        # Without a line of its own it must be the beginning of ours.
-        lines = whole.splitlines() or ([] if self._line(self._header).startswith(content) else [content])
-        for number, line in enumerate(lines, start=1):
-            self._read(number, line)
         self._file = self._path.open("ab")
-        self._file.truncate(len(whole))
-        if not whole:
-            self._write(self._header)
+        try:
+            lock_file(self._file, self._path)
+            content = self._path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            # Without a line of its own it must be the beginning of ours.
+            lines = whole.splitlines() or ([] if self._line(self._header).startswith(content) else [content])
+            for number, line in enumerate(lines, start=1):
+                self._read(number, line)
+            self._file.truncate(len(whole))
+            if not whole:
+                self._write(self._header)
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def __exit__(

@@ -47,7 +47,7 @@ from separata_core.models import (
 )
 from torch import Tensor, nn
 
-from bodes_steer.extraction import _lock
+from bodes_steer.data import lock_file
 from bodes_steer.metrics import PairedBootstrap, encode_pair, head_input, head_log_probs, paired_bootstrap
 from bodes_steer.steerers import Steerer, cast_back, make_steerer
 
@@ -857,7 +857,7 @@ class _Journal:
             return self
         self._file = self.path.open("a+b")
         try:
-            _lock(self._file, self.path)
+            lock_file(self._file, self.path)
             self._continue()
         except BaseException:
             self.__exit__(None, None, None)
