@@ -187,6 +187,16 @@ def test_what_marks_need(monkeypatch, mark, found, interpret, gpu, reason):
     assert said is None if reason is None else reason in said
 
 
+def test_a_module_kept_from_being_imported_is_not_there(monkeypatch):
+    from separata_testing import plugin
+
+    def find_spec(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(plugin.importlib.util, "find_spec", find_spec)
+    assert plugin._missing(pytest.mark.real_model.mark) == "separata-embedded is not installed"
+
+
 def test_unknown_mark_is_an_error(pytester):
     pytester.makepyfile("import pytest\n@pytest.mark.slwo\ndef test_typing_slip():\n    pass\n")
     pytester.runpytest_inprocess(*ARGUMENTS).assert_outcomes(errors=1)

