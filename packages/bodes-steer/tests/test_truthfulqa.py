@@ -155,6 +155,8 @@ def test_shared_prompts_and_lower_blocks_change_no_score(architecture, shortcuts
     assert model.training
     model.eval()
     assert scorer.shortcuts is (architecture != "hybrid" and shortcuts is None)
+    # Here, as some releases leave one of their own where hidden states are asked for.
+    assert not any("forward" in block.__dict__ for block in model.modules())
     for question, (log_likelihoods, states), rows in zip(asked, plain, steered, strict=True):
         answers = [f" {answer}" for answer in question.answers]
         for (steerer, strength), found in zip(
@@ -167,7 +169,6 @@ def test_shared_prompts_and_lower_blocks_change_no_score(architecture, shortcuts
         with torch.no_grad():
             hidden = model(ids, output_hidden_states=True).hidden_states[LAYER + 1]
         torch.testing.assert_close(states[-1], hidden[0, -1], atol=1e-4, rtol=1e-4)
-    assert not any("forward" in block.__dict__ for block in model.modules())
 
 
 def test_a_question_can_be_steered_first_and_prompts_may_have_one_token(steerers):
