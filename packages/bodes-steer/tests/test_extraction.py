@@ -3,8 +3,10 @@
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from bodes_steer.extraction import Activations, ActivationsError
 from bodes_steer.files import Origin
 from separata_core.models import capture_hidden_states
 from separata_testing.models import tiny_model, tiny_tokenizer
-from separata_testing.suites import FileFormat, Resumable
+from separata_testing.suites import FileFormat
 
 TEXTS = ["a", "a longer text", "bc", "one more, the longest of them all", "x y z", "e"]
 LABELS = [1, 0, 1, 0, 1, 0]
@@ -322,35 +324,50 @@ class TestFile(FileFormat):
 
 
 _SLOWLY = """
-import json, sys, time
-from pathlib import Path
-from bodes_steer.extraction import extract_activations
-from separata_testing.models import tiny_model, tiny_tokenizer
-folder, model = Path(sys.argv[1]), tiny_model()
-model.model.layers[0].register_forward_hook(lambda *_: time.sleep(0.15))
-found = extract_activations(
-    model, tiny_tokenizer(), [f"text {i}" for i in range(12)], out=folder / "a", batch_size=2, progress=False
-)
-lines = [json.dumps({"id": i, "row": found.layer(2)[i].tolist()}) + "\\n" for i in range(12)]
-(folder / "results.jsonl").write_text("".join(lines))
+import sys, time
+sys.path.insert(0, {here!r})
+from test_extraction import killed_run
+killed_run(sys.argv[1], lambda *_: time.sleep(0.5))
 """
 
 
+def killed_run(path, wait=lambda *_: None):
+    model = tiny_model()
+    model.model.layers[0].register_forward_hook(wait)
+    texts = [f"text {i}" for i in range(12)]
+    return extract_activations(
+        model, tiny_tokenizer(), texts, out=path, labels=[0, 1] * 6, batch_size=2, progress=False
+    )
+
+
+# In the first batch, where nothing but the header is there, and in the midst.
 @pytest.mark.slow
-class TestKilled(Resumable):
-    timeout_s = 180.0
-
-    def command(self, folder):
-        return [sys.executable, "-c", _SLOWLY, str(folder)]
-
-    def results_file(self, folder):
-        """The journal while it runs."""
-        journal = folder / "a.journal"
-        return journal if journal.exists() else folder / "results.jsonl"
+@pytest.mark.parametrize("lines", [1, 4])
+def test_killed_process_resumes_with_nothing_lost_or_doubled(tmp_path, lines):
+    path, journal = tmp_path / "a", tmp_path / "a.journal"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    command = [sys.executable, "-c", _SLOWLY.format(here=str(Path(__file__).parent)), str(path)]
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while not journal.exists() or journal.read_bytes().count(b"\n") < lines:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not path.exists()
+    whole, found = killed_run(tmp_path / "whole"), killed_run(path)
+    assert not journal.exists()
+    assert torch.equal(found.labels, whole.labels)
+    for layer in whole.layers:
+        assert torch.equal(found.layer(layer), whole.layer(layer))
 
 
 _SECOND = """
 import sys
+import time
 sys.path.insert(0, {here!r})
 import torch
 from test_extraction import shared
