@@ -221,7 +221,7 @@ def extract_activations(
     a path that all must see.
 
     Args:
-        model: A decoder-only transformers model; wrapped by PEFT, quantised or spread over devices is fine.
+        model: A decoder-only transformers model; wrapped by PEFT or spread over devices is fine.
         tokenizer: Its tokenizer.
         texts: Texts, or conversations (each a list of messages), which the tokenizer's chat template turns into text.
         layers: Indices of decoder blocks, from 0; all by default. Blocks above the highest one are not run.

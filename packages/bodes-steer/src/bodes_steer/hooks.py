@@ -55,7 +55,7 @@ def steer(
     off from the graph there: no gradient flows through what was steered.
 
     Args:
-        model: A decoder-only transformers model; wrapped by PEFT, quantised, spread over devices, or compiled is fine.
+        model: A decoder-only transformers model; wrapped by PEFT, spread over devices, or compiled is fine.
         steerer: A fitted steerer, or one for each of several blocks, by index.
         layer: Index of the block, from 0; by default that of the activations on which the steerer was fitted.
         T: Strength, or one for each block; by default each steerer's own. 0 leaves the model as it is.
