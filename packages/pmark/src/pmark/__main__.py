@@ -1,22 +1,25 @@
-"""The console script: says what is missing, or hands over to the command line."""
+"""The console script."""
 
 import sys
+from collections.abc import Callable, Sequence
+
+from separata_kit import console
+
+
+def _load() -> Callable[[Sequence[str]], int]:
+    from pmark.cli import run
+
+    return run
 
 
 def main() -> int:
-    """Runs the command line.
+    """Run the command line.
 
     Returns:
-        The exit code: 0, 1 if it failed or the extra `cli` is missing, 2 for wrong usage.
+        0 if it ran, 1 if it failed or the `cli` extra is missing, 2 for wrong usage, 3 if `detect --fail` found a
+        watermark, 130 after Ctrl-C.
     """
-    try:
-        from pmark.cli import run
-    except ModuleNotFoundError as error:
-        if error.name != "typer":
-            raise
-        print('error: the command line needs the extra "cli": pip install "pmark[cli]"', file=sys.stderr)
-        return 1
-    return run()
+    return console.main(_load, "pmark")
 
 
 if __name__ == "__main__":

