@@ -29,7 +29,8 @@ _DOUBLE_QUOTES = '"\u201c\u201d\u201e\u00ab\u00bb'
 _BREAK = re.compile("[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]\\s*")
 _LIST_MARK = re.compile(r"(?:\d{1,3}|[A-Za-z])[.)]\s")
 _BREAK_OR_STOP = re.compile(
-    rf"(?P<line>{_BREAK.pattern})|(?<=[^\W\d_])[.?][ \t\xa0]+(?=[^\W\d_])|[{_CJK_STOPS}](?![{_CJK_STOPS}{_CJK_CLOSERS}])"
+    rf"(?P<line>{_BREAK.pattern})|(?<=[^\W\d_])[.?][ \t\xa0]+(?=[^\W\d_])"
+    rf"|[{_CJK_STOPS}](?![{_CJK_STOPS}{_CJK_CLOSERS}])"
 )
 _WORD = re.compile("(?:^|[\\s\"'\u201c\u2018(\\[])([^\\W\\d_]{2,})$")
 _END = re.compile(rf"(?<![.!?\u2026])[.!?\u2026]+[\"'\u201d\u2019\u00bb)\]]*\s+|[{_CJK_STOPS}]+[{_CJK_CLOSERS}]*")
@@ -293,7 +294,7 @@ def _abbreviations() -> frozenset[str]:
 
 
 def _pysbd(language: str) -> Callable[[str], Sequence[str]]:
-    import pysbd  # type: ignore[import-untyped]  # it ships no types
+    import pysbd
     from pysbd.languages import LANGUAGE_CODES  # type: ignore[import-untyped]  # it ships no types
 
     if language not in LANGUAGE_CODES:
