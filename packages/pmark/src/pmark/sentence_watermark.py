@@ -602,6 +602,20 @@ class SentenceWatermark(ABC):
             turn.candidates.append(Continuation(sentence, ended))
 
 
+class Unmarked(SentenceWatermark):
+    """The first candidate of each sentence: what the model writes, cut, cleaned and filtered like marked text."""
+
+    name = "unmarked"
+
+    def select(self, pools: Sequence[Pool], rng: np.random.Generator) -> list[Selection]:
+        """Chooses the first candidates."""
+        return [Selection(0) for _ in pools]
+
+    def score(self, documents: Sequence[Document]) -> list[DetectionResult]:
+        """Finds nothing."""
+        return [DetectionResult.nothing(self.channels, "there is no mark to look for") for _ in documents]
+
+
 def _seed(rng: np.random.Generator) -> int:
     return int(rng.integers(2**31))
 

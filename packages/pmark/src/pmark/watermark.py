@@ -382,7 +382,8 @@ class PMark(SentenceWatermark):
                 "online detection draws from the model that wrote marked texts: pass sampler=..., or write and detect "
                 "with mode='offline', which needs none"
             )
-        rng = np.random.default_rng(self.seed)
+        # Another stream than generation's, whose draws would otherwise come again and match by more than the key.
+        rng = np.random.default_rng(None if self.seed is None else [self.seed, 1])
         contexts = [context for each in documents for context in each.contexts]
         medians, heard = self._drawn_medians(model, contexts, rng)
         if not heard:
