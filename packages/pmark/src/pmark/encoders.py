@@ -167,7 +167,7 @@ def _encode_with(model: Any, texts: list[str]) -> Any:
     tokenizer = getattr(model, "tokenizer", None)
     limit = getattr(model, "max_seq_length", None) or getattr(model, "max_tokens", None)
     # No token is shorter than a byte, so most texts need no count.
-    if hasattr(tokenizer, "model_max_length") and isinstance(limit, int):
+    if tokenizer is not None and hasattr(tokenizer, "model_max_length") and isinstance(limit, int):
         long = (text for text in texts if len(text.encode("utf-8", "replace")) > limit)
         if any(len(tokenizer(text, truncation=False, verbose=False)["input_ids"]) > limit for text in long):
             warnings.warn(

@@ -150,9 +150,7 @@ def draw(
             break
         # Another seed each time: the same one would draw the same texts again, which are then no new draws.
         groups = [missing] if failed_rounds == 0 else [[i] for i in missing]
-        seeds: list[int | None] = [None] * len(groups)
-        if seed is not None:
-            seeds = [seed] if attempt == 0 else _more_seeds(seed, attempt, len(groups))
+        seeds = [seed] if attempt == 0 else spread_seed(seed, attempt * len(contexts), len(groups))
         failed = False
         for group, group_seed in zip(groups, seeds, strict=True):
             try:
@@ -205,8 +203,20 @@ def check_sampling(temperature: float, top_p: float, max_new_tokens: int) -> Non
         raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
 
 
-def _more_seeds(seed: int, attempt: int, count: int) -> list[int | None]:
-    return [int(s) for s in np.random.SeedSequence([seed, attempt]).generate_state(count)]
+def spread_seed(seed: int | None, first: int, count: int) -> list[int | None]:
+    """Makes seeds of one.
+
+    Args:
+        seed: The seed; None gives none.
+        first: Number of the first one wanted.
+        count: How many.
+
+    Returns:
+        Seeds below 2**31, which all servers take.
+    """
+    if seed is None:
+        return [None] * count
+    return [int(np.random.SeedSequence([seed, i]).generate_state(1)[0] >> 1) for i in range(first, first + count)]
 
 
 def _for_group(

@@ -294,8 +294,8 @@ def _abbreviations() -> frozenset[str]:
 
 
 def _pysbd(language: str) -> Callable[[str], Sequence[str]]:
-    import pysbd
-    from pysbd.languages import LANGUAGE_CODES  # type: ignore[import-untyped]  # it ships no types
+    import pysbd  # type: ignore[import-untyped]  # it ships no types
+    from pysbd.languages import LANGUAGE_CODES
 
     if language not in LANGUAGE_CODES:
         raise ValueError(f"language must be one that pysbd knows ({', '.join(LANGUAGE_CODES)}), not {language!r}")
