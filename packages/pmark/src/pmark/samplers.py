@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class Continuation:
     ended: bool = False
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """What draws continuations from a language model."""
 

@@ -15,7 +15,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 # A stretch longer than the first is cut even inside a quote or bracket, which was then left open by mistake; in one
 # longer than the second plain rules decide, since some segmenters take quadratic time. No line shorter than the third
@@ -44,6 +44,7 @@ _LANGUAGES = {
 }  # fmt: skip
 
 
+@runtime_checkable
 class Segmenter(Protocol):
     """What cuts text into sentences.
 
