@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from separata_kit.files import digest, lock_file, refuse_special
+
+Kind = TypeVar("Kind", bound="Journal")
 
 
 class Journal:
@@ -42,7 +44,7 @@ class Journal:
         self._rows: dict[str, dict[str, Any]] = {}
         self._file: Any = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self: Kind) -> Kind:
         """Read what is there and open the file for appending.
 
         Raises:

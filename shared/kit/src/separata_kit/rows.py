@@ -14,7 +14,7 @@ Rows = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def read_rows(
-    source: str | os.PathLike[str] | Iterable[Mapping[str, Any]], *, extra: str | None = None, text_column: str = "text"
+    source: str | os.PathLike[str] | Iterable[Any], *, extra: str | None = None, text_column: str = "text"
 ) -> Rows:
     """The rows of a file, or of a table in memory, one after the other.
 
