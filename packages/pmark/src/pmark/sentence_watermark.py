@@ -23,7 +23,7 @@ from pmark.encoders import TextEncoder, as_encoder
 from pmark.samplers import Continuation, Sampler, draw
 from pmark.segmentation import Segmenter, clean, first_sentence, is_complete, join, make_segmenter, round_trips
 
-# Whether a prompt ends with a sentence shows when another follows.
+# Whether a text ends with a sentence shows when another follows.
 _PROBE = "Then it rained."
 LOW_POWER = 4
 """Fewer sentences than this cannot show much."""
@@ -206,7 +206,8 @@ class SentenceWatermark(ABC):
         language: Of the segmenter.
         num_samples: Candidates for each sentence, at most.
         chunk: Candidates drawn at once; None draws all, and `select` must choose among them.
-        round_trip: Keep only candidates that the segmenter finds again, whole, in the text that they make.
+        round_trip: Keep only candidates that the segmenter finds again, whole, in the text that they make, also when
+            another sentence follows.
         redraws: How often more are drawn when too few are left.
         min_candidates: More than this many must be left, unless `num_samples` is smaller; only where all are drawn.
         joiner: What replaces line breaks; the authors put nothing.
@@ -458,7 +459,7 @@ class SentenceWatermark(ABC):
 
     def _close_prompts(self, sampler: Sampler, writings: Sequence[_Writing], rng: np.random.Generator) -> None:
         """Lets the model finish the last sentence of prompts that stop within one."""
-        unfinished = [each for each in writings if not round_trips(self.segmenter, each.prompt, _PROBE)]
+        unfinished = [each for each in writings if not self._is_closed(each.prompt)]
         if not unfinished:
             return
         prompts = [each.prompt for each in unfinished]
@@ -479,11 +480,14 @@ class SentenceWatermark(ABC):
                 rest = starts[0][len(prompt) :]
                 space = rest[: len(rest) - len(rest.lstrip())]
                 opening = space + clean(rest, joiner=self.joiner)
-                if round_trips(self.segmenter, prompt + opening, _PROBE):
+                if self._is_closed(prompt + opening):
                     each.text, each.opening = prompt + opening, opening
                     over = len(sentences) == length
                     each.finish_reason = "eos" if over and continuation.ended else ""
                     break
+
+    def _is_closed(self, text: str) -> bool:
+        return round_trips(self.segmenter, text, _PROBE)
 
     def _write_sentence(
         self, sampler: Sampler, live: Sequence[_Writing], number: int, rng: np.random.Generator
@@ -594,7 +598,10 @@ class SentenceWatermark(ABC):
                 continue
             sentence = clean(raw, joiner=self.joiner)
             if sentence not in fits:
-                fits[sentence] = not self.round_trip or round_trips(self.segmenter, turn.context, sentence)
+                fits[sentence] = not self.round_trip or (
+                    round_trips(self.segmenter, turn.context, sentence)
+                    and self._is_closed(join(turn.context, sentence))
+                )
             if not fits[sentence] or (self.deduplicate and sentence in seen):
                 continue
             seen.add(sentence)
