@@ -21,17 +21,22 @@ class Alignment(NamedTuple):
     """For every sentence, how many rows further on in the key its bits were found; of equals the smallest move."""
 
 
-def aligned_score(
+def aligned_p_value(
     proxies: Float[np.ndarray, "sentences channels"],
     thresholds: Float[np.ndarray, "sentences channels"],
     bits: Bool[np.ndarray, "rows channels"],
     *,
     window: int = 2,
-    penalty: float = 1.0,
+    penalty: float = 1.5,
     tolerance: float = TOLERANCE,
     decay: float = DECAY,
-) -> float:
-    """Score of the best alignment: every sentence counts with a row of the key near its own.
+    draws: int = 999,
+    seed: int = 0,
+) -> Alignment:
+    """Let every sentence count with a row of the key near its own, and compare with the same search under random bits.
+
+    A text written without the key knows nothing of its bits, so they are one more draw among those of random keys: the
+    p-value is valid whatever the text, its thresholds and the search.
 
     Args:
         proxies: F_j of the observed sentences, at least one.
@@ -42,59 +47,28 @@ def aligned_score(
             that was put in; never backwards.
         tolerance: tau of the soft counts.
         decay: K of the soft counts.
-
-    Returns:
-        The score: the plain sum of counts with `window=0`.
-
-    Raises:
-        ValueError: No sentence, too few rows, a negative window or penalty.
-    """
-    _check(proxies, bits, window, penalty)
-    zero, gain = _counts(proxies, thresholds, tolerance, decay)
-    return float(_tables(_scores(zero, gain, bits[None], window), penalty)[-1].max())
-
-
-def aligned_p_value(
-    proxies: Float[np.ndarray, "sentences channels"],
-    thresholds: Float[np.ndarray, "sentences channels"],
-    bits: Bool[np.ndarray, "rows channels"],
-    *,
-    window: int = 2,
-    penalty: float = 1.0,
-    tolerance: float = TOLERANCE,
-    decay: float = DECAY,
-    draws: int = 999,
-    seed: int = 0,
-) -> Alignment:
-    """Align, and compare with the same search under random bits.
-
-    A text written without the key knows nothing of its bits, so among those of random keys they are one more draw: the
-    p-value is exact, whatever the text, its thresholds and the search.
-
-    Args:
-        proxies: F_j of the observed sentences, at least one.
-        thresholds: m_j.
-        bits: Rows of the key from sentence 1 on, as in `aligned_score`.
-        window: Greatest shift.
-        penalty: What each step of a shift costs.
-        tolerance: tau of the soft counts.
-        decay: K of the soft counts.
-        draws: Number of random keys.
+        draws: Number of random keys, at least 2.
         seed: Of those.
 
     Returns:
         The alignment.
 
     Raises:
-        ValueError: As `aligned_score`, or fewer than two draws.
+        ValueError: No sentence, too few rows or draws, a negative window or penalty.
     """
-    _check(proxies, bits, window, penalty)
-    if draws < 2:
-        raise ValueError(f"draws={draws}; it must be at least 2")
-    zero, gain = _counts(proxies, thresholds, tolerance, decay)
+    if len(proxies) < 1 or len(bits) < len(proxies):
+        raise ValueError(f"{len(proxies)} sentences and {len(bits)} rows of bits; both need one, and rows no fewer")
+    if window < 0 or not penalty >= 0 or draws < 2:
+        raise ValueError(
+            f"window={window}, penalty={penalty}, draws={draws}; the first two must be at least 0, draws 2"
+        )
+    zero, one = (
+        soft_counts(proxies, thresholds, np.full(proxies.shape, bit), tolerance=tolerance, decay=decay)
+        for bit in (False, True)
+    )
     random_bits = np.random.default_rng(seed).random((draws, *bits.shape)) < 0.5
-    null = _tables(_scores(zero, gain, random_bits, window), penalty)[-1].max(axis=-1)
-    tables = [table[0] for table in _tables(_scores(zero, gain, bits[None], window), penalty)]
+    null = _tables(_scores(zero, one, random_bits, window), penalty)[-1].max(axis=-1)
+    tables = [table[0] for table in _tables(_scores(zero, one, bits[None], window), penalty)]
     shifts = np.arange(-window, window + 1)
     path = [_best(tables[-1], shifts, 0)]
     for table in reversed(tables[:-1]):
@@ -116,46 +90,21 @@ def _best(values: Float[np.ndarray, "shifts"], shifts: np.ndarray, near: int) ->
     return int(best[np.abs(best - near).argmin()])
 
 
-def _check(
-    proxies: Float[np.ndarray, "sentences channels"],
-    bits: Bool[np.ndarray, "rows channels"],
-    window: int,
-    penalty: float,
-) -> None:
-    if len(proxies) < 1 or len(bits) < len(proxies):
-        raise ValueError(f"{len(proxies)} sentences and {len(bits)} rows of bits; both need one, and rows no fewer")
-    if window < 0 or not penalty >= 0:
-        raise ValueError(f"window={window}, penalty={penalty}; both must be at least 0")
-
-
-def _counts(
-    proxies: Float[np.ndarray, "sentences channels"],
-    thresholds: Float[np.ndarray, "sentences channels"],
-    tolerance: float,
-    decay: float,
-) -> tuple[Float[np.ndarray, "sentences"], Float[np.ndarray, "sentences channels"]]:
-    """Each sentence's count were all bits 0, and what each channel adds to it when its bit is 1."""
-    zero, one = (
-        soft_counts(proxies, thresholds, np.full(proxies.shape, bit), tolerance=tolerance, decay=decay)
-        for bit in (False, True)
-    )
-    return zero.sum(axis=1), one - zero
-
-
 def _scores(
-    zero: Float[np.ndarray, "sentences"],
-    gain: Float[np.ndarray, "sentences channels"],
+    zero: Float[np.ndarray, "sentences channels"],
+    one: Float[np.ndarray, "sentences channels"],
     bits: Bool[np.ndarray, "keys rows channels"],
     window: int,
 ) -> Float[np.ndarray, "sentences keys shifts"]:
-    """Count of every sentence with every row within the window; minus infinity where there is none."""
+    """Count of every sentence with every row within the window, from those for either bit; else minus infinity."""
     sentences, (keys, rows, _) = len(zero), bits.shape
     scores = np.full((sentences, keys, 2 * window + 1), -np.inf)
     for place, shift in enumerate(range(-window, window + 1)):
         first, last = max(0, -shift), min(sentences, rows - shift)
         if first < last:
-            shifted = bits[:, first + shift : last + shift]
-            scores[first:last, :, place] = np.einsum("ktb,tb->tk", shifted, gain[first:last]) + zero[first:last, None]
+            inside, rows_there = slice(first, last), bits[:, first + shift : last + shift]
+            gained = np.einsum("ktb,tb->tk", rows_there, (one - zero)[inside])
+            scores[inside, :, place] = gained + zero[inside].sum(axis=1)[:, None]
     return scores
 
 

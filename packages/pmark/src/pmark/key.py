@@ -17,55 +17,43 @@ from separata_kit.files import read_json, write_json
 SCHEMA = "pmark/key"
 SCHEMA_VERSION = 1
 _LEAST_SECRET = 16
-_HOW = "make one with PMarkKey.generate, .load or .from_authors"
-
-
-def _check_channels(channels: object) -> None:
-    if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
-        raise ValueError(f"channels={channels!r}; it must be a whole number of at least 1")
-
-
-def _read_json(path: str | os.PathLike[str]) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise ValueError(f"{os.fspath(path)}: not a JSON list of zeros and ones") from None
 
 
 class PMarkKey:
     """A private key: a bit for every sentence and channel, and one pivot for every channel.
 
-    Bits are the lowest bit of HMAC-SHA256(secret, "bit|t|j"), so there are as many as a text needs. Pivots are the
-    orthonormal directions of the proxy functions: QR of a Gaussian matrix from an HMAC-seeded SHAKE-256 stream, the
-    diagonal of R positive, so they are the same on every machine up to rounding. The paper draws both from one seeded
-    generator; deriving them from a secret is ours.
+    Bits are the lowest bit of HMAC-SHA256(secret, "bit|t|j"), so there are as many as a text needs. Pivots, the
+    orthonormal directions of the proxy functions, come from the QR decomposition of a Gaussian matrix out of an
+    HMAC-seeded SHAKE-256 stream, the diagonal of R positive: the same on every machine, up to rounding. The paper's
+    authors draw both from seeded generators; deriving them from a secret is ours.
 
-    Keys cannot be changed or pickled; copies are the key itself. `repr` shows the public id.
+    A key cannot be changed or pickled, copies are the key itself, and its `repr` shows the public id only. Made by
+    `generate`, `load` or `from_authors`.
     """
 
     __slots__ = ("_pivots", "_secret", "_seed", "_table", "channels")
 
     channels: int
     _secret: bytes
-    _table: np.ndarray | None
+    _table: Bool[np.ndarray, "sentences channels"] | None
     _seed: int
     _pivots: dict[int, Float64[np.ndarray, "channels dimension"]]
 
-    def __init__(self) -> None:
-        """Refused.
-
-        Raises:
-            TypeError: Always; the class methods make keys.
-        """
-        raise TypeError(f"PMarkKey is not called; {_HOW}")
-
-    @classmethod
-    def _make(cls, channels: int, secret: bytes, table: np.ndarray | None = None, seed: int = 0) -> "PMarkKey":
-        key = object.__new__(cls)
-        parts = {"channels": channels, "_secret": secret, "_table": table, "_seed": seed, "_pivots": {}}
-        for name, value in parts.items():
-            object.__setattr__(key, name, value)
-        return key
+    def __init__(
+        self, channels: int, secret: bytes, table: Bool[np.ndarray, "bits"] | None = None, seed: int = 0
+    ) -> None:
+        """See `generate` and `from_authors`."""
+        if type(channels) is not int or channels < 1:
+            raise ValueError(f"channels={channels!r}; it must be a whole number of at least 1")
+        rows = None
+        if table is not None:
+            if len(table) < 2 * channels:
+                raise ValueError(f"bits has {len(table)} values; channels={channels} needs at least {2 * channels}")
+            rows = table[: len(table) // channels * channels].reshape(-1, channels)
+            secret = f"authors|{seed}|".encode() + rows.tobytes()
+        values = {"channels": channels, "_secret": secret, "_table": rows, "_seed": seed, "_pivots": {}}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def generate(cls, channels: int = 4, secret: bytes | None = None) -> "PMarkKey":
@@ -82,23 +70,22 @@ class PMarkKey:
             ValueError: Too few channels, or too short a secret.
             TypeError: The secret is not bytes.
         """
-        _check_channels(channels)
         secret = secrets.token_bytes(32) if secret is None else secret
         if not isinstance(secret, bytes):
             raise TypeError(f"secret is a {type(secret).__name__}; it must be bytes")
         if len(secret) < _LEAST_SECRET:
             raise ValueError(f"secret has {len(secret)} bytes; it must have at least {_LEAST_SECRET}")
-        return cls._make(channels, secret)
+        return cls(channels, secret)
 
     @classmethod
     def from_authors(
         cls, bits: Sequence[int] | str | os.PathLike[str], channels: int = 4, seed: int = 42
     ) -> "PMarkKey":
-        """Take over a table of bits as the authors' code uses it: for their published tables, not for secrets.
+        """Take over a table of bits as the authors' code does: for their published tables, not for secrets.
 
         Row t of the table, cut in rows of `channels` bits, belongs to sentence t; row 0 is the prompt's and unused.
-        Pivots are the columns of Q of numpy's QR of `default_rng(seed).standard_normal((dimension, channels))`, signs
-        as they come, so their last digits and signs may depend on the LAPACK in use.
+        Pivots are the columns of Q of numpy's QR of `default_rng(seed).standard_normal((dimension, channels))`, with
+        whatever signs the LAPACK in use gives them.
 
         Args:
             bits: Zeros and ones, or the path of a JSON file that holds a list of them.
@@ -112,16 +99,12 @@ class PMarkKey:
             ValueError: Something else than zeros and ones, fewer than two rows, or a bad number of channels or seed.
             OSError: The file cannot be read.
         """
-        values = _read_json(bits) if isinstance(bits, str | os.PathLike) else bits
-        if not isinstance(values, Sequence | np.ndarray) or any(bit not in (0, 1) for bit in values):
+        values: Any = _read_json(bits) if isinstance(bits, str | os.PathLike) else list(bits)
+        if not isinstance(values, list) or any(bit not in (0, 1) for bit in values):
             raise ValueError("bits must be a flat list of zeros and ones")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        if type(seed) is not int or seed < 0:
             raise ValueError(f"seed={seed!r}; it must be a whole number of at least 0")
-        _check_channels(channels)
-        if len(values) < 2 * channels:
-            raise ValueError(f"bits has {len(values)} values; channels={channels} needs at least {2 * channels}")
-        table = np.array(values[: len(values) // channels * channels], dtype=bool).reshape(-1, channels)
-        return cls._make(channels, f"authors|{seed}|".encode() + table.tobytes(), table, seed)
+        return cls(channels, b"", np.array(values, dtype=bool), seed)
 
     @property
     def id(self) -> str:
@@ -245,19 +228,9 @@ class PMarkKey:
         """The public part."""
         return f"PMarkKey(id={self.id!r}, channels={self.channels})"
 
-    def __eq__(self, other: object) -> bool:
-        """Whether both give the same bits and pivots."""
-        if not isinstance(other, PMarkKey):
-            return NotImplemented
-        return self.channels == other.channels and hmac.compare_digest(self._secret, other._secret)
-
-    def __hash__(self) -> int:
-        """By the public id."""
-        return hash(self.id)
-
     def __setattr__(self, name: str, value: object) -> NoReturn:
         """Refused."""
-        raise AttributeError(f"a PMarkKey cannot be changed; {_HOW}")
+        raise AttributeError(f"{name} cannot be set; a PMarkKey does not change")
 
     def __copy__(self) -> "PMarkKey":
         """Itself."""
@@ -270,3 +243,10 @@ class PMarkKey:
     def __reduce__(self) -> NoReturn:
         """Refused: a pickle would carry the secret to wherever it is written."""
         raise TypeError("a PMarkKey is not pickled, since the secret would go along; pass the path of its file")
+
+
+def _read_json(path: str | os.PathLike[str]) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{os.fspath(path)}: not a JSON list of zeros and ones") from None

@@ -49,32 +49,34 @@ def soft_counts(
     return np.asarray(np.where(right, 1.0, np.exp(-decay * np.where(right, 1.0, beyond))))
 
 
-def z_score(total: float, n: int) -> float:
-    """Standard score of a sum of counts that are 0 or 1 with probability one half: (x - n/2) / sqrt(n/4).
+def z_score(total: float, n: int, mean: float = 0.5, std: float = 0.5) -> float:
+    """Standard score (x - n mean) / (std sqrt(n)) of a sum of counts; by default that of fair coins.
 
     Args:
         total: Sum x of the counts.
         n: How many: sentences times channels.
+        mean: Of a count without a watermark.
+        std: Its standard deviation.
 
     Returns:
-        z. Of soft counts it is too great on text without a watermark; `Null.z` is not.
+        z. With the defaults it is too great for soft counts of unmarked text; `Null.z` is not.
 
     Raises:
         ValueError: `n` below 1.
     """
     if n < 1:
         raise ValueError(f"n={n}; there must be at least one count")
-    return (total - n / 2) / math.sqrt(n / 4)
+    return (total - n * mean) / (std * math.sqrt(n))
 
 
 def p_value(z: float) -> float:
-    """Probability that a standard normal value is at least `z`.
+    """1 - Phi(z), accurate far into the tail.
 
     Args:
         z: Standard score.
 
     Returns:
-        1 - Phi(z), accurate far into the tail.
+        Probability that a standard normal value is at least `z`.
     """
     return math.erfc(z / math.sqrt(2)) / 2
 
@@ -147,11 +149,7 @@ class Null:
     decay: float = DECAY
 
     def __post_init__(self) -> None:
-        """Check the figures.
-
-        Raises:
-            ValueError: A figure that is not finite, a standard deviation that is not positive, an unsorted sample.
-        """
+        """Refuse, as a ValueError, figures that cannot be."""
         figures = [self.mean, self.std, self.tolerance, *self.sample, *(self.medians or ())]
         if not all(math.isfinite(each) for each in figures) or self.std <= 0:
             raise ValueError("mean, std, tolerance, sample and medians must be finite numbers, and std positive")
@@ -219,9 +217,7 @@ class Null:
         Raises:
             ValueError: `n` below 1.
         """
-        if n < 1:
-            raise ValueError(f"n={n}; there must be at least one count")
-        return (total - n * self.mean) / (self.std * math.sqrt(n))
+        return z_score(total, n, self.mean, self.std)
 
     def p_value(self, z_calibrated: float) -> float:
         """Share of unmarked text with a score at least as great.
@@ -317,16 +313,16 @@ def expected_z(channels: int, sentences: int, flip: float) -> float:
 
 
 def flip_bound(threshold: float, channels: int, sentences: int, flip: float) -> float:
-    """Bound on the probability that a marked text is missed, counts being lost independently.
+    """Bound on the probability that a marked text is missed, its counts hard and lost independently.
 
-    Hoeffding's inequality for hard counts: P(z < threshold) <= exp(-2 T b (1/2 - eps - threshold / (2 sqrt(T b)))^2).
-    The paper's own bound may differ; this one is ours.
+    P(z < threshold) <= exp(-2 T b (1/2 - eps - threshold / (2 sqrt(T b)))^2), Hoeffding's inequality. The paper's own
+    bound may differ; this one is ours.
 
     Args:
         threshold: Of z.
         channels: b.
         sentences: T.
-        flip: Probability eps that a count is lost.
+        flip: eps.
 
     Returns:
         The bound; 1 where the threshold is above the expected z.
