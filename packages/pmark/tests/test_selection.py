@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pmark.key import PMarkKey
 from pmark.medians import median
-from pmark.scoring import soft_counts
+from pmark.scoring import soft_counts, z_score
 from pmark.selection import best_match, halve, match_counts, smallest_sample
 
 
@@ -123,6 +124,26 @@ def test_same_seed_same_choice():
     first, second = (halve(proxies, bits, np.random.default_rng(7)) for _ in range(2))
     assert (first.chosen == second.chosen).all()
     assert (first.alive == second.alive).all()
+
+
+def hard_z(embeddings, key):
+    proxies = embeddings @ key.pivots(embeddings.shape[1]).T
+    counts = soft_counts(proxies, np.zeros((1, 1)), key.bits(len(proxies)), tolerance=0, decay=np.inf)
+    return z_score(float(counts.sum()), counts.size)
+
+
+def test_wrong_keys_and_shuffled_sentences_look_unmarked():
+    rng = np.random.default_rng(10)
+    key = PMarkKey.generate(4, b"a secret of some length")
+    pools = rng.standard_normal((500 * 12, 16, 24))
+    chosen = halve(pools @ key.pivots(24).T, np.tile(key.bits(12), (500, 1)), rng).chosen
+    texts = pools[np.arange(6000), chosen].reshape(500, 12, 24)
+    right = [hard_z(text, key) for text in texts]
+    wrong = [hard_z(text, PMarkKey.generate(4, b"another secret %d" % i)) for i, text in enumerate(texts)]
+    shuffled = [hard_z(rng.permutation(text), key) for text in texts]
+    assert np.mean(right) > 4
+    assert (np.mean(wrong), np.std(wrong)) == pytest.approx((0, 1), abs=0.1)
+    assert np.mean(shuffled) < np.mean(right) / 3
 
 
 def green_rates(rng, candidates, channels, fresh=4000):

@@ -46,6 +46,10 @@ class PMarkKey:
         if type(channels) is not int or channels < 1:
             raise ValueError(f"channels={channels!r}; it must be a whole number of at least 1")
         rows = None
+        if not isinstance(secret, bytes):
+            raise TypeError(f"secret is a {type(secret).__name__}; it must be bytes")
+        if table is None and len(secret) < _LEAST_SECRET:
+            raise ValueError(f"secret has {len(secret)} bytes; it must have at least {_LEAST_SECRET}")
         if table is not None:
             if len(table) < 2 * channels:
                 raise ValueError(f"bits has {len(table)} values; channels={channels} needs at least {2 * channels}")
@@ -70,12 +74,7 @@ class PMarkKey:
             ValueError: Too few channels, or too short a secret.
             TypeError: The secret is not bytes.
         """
-        secret = secrets.token_bytes(32) if secret is None else secret
-        if not isinstance(secret, bytes):
-            raise TypeError(f"secret is a {type(secret).__name__}; it must be bytes")
-        if len(secret) < _LEAST_SECRET:
-            raise ValueError(f"secret has {len(secret)} bytes; it must have at least {_LEAST_SECRET}")
-        return cls(channels, secret)
+        return cls(channels, secrets.token_bytes(32) if secret is None else secret)
 
     @classmethod
     def from_authors(
