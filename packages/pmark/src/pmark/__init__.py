@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pmark.key import PMarkKey
     from pmark.kgw import KGW
     from pmark.openai_sampler import OpenAISampler
-    from pmark.samplers import CallableSampler, Continuation, SamplerError
+    from pmark.samplers import CallableSampler
     from pmark.scoring import Null
     from pmark.semstamp import KSemStamp, SemStamp
     from pmark.sentence_watermark import DetectionResult, WatermarkedText
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from pmark.vllm_sampler import VLLMSampler
     from pmark.watermark import PMark
 
-# Looked up on first use, so that no one loads what he does not use.
 _MODULES = {
     "evaluation": ("evaluate",),
     "hf_sampler": ("HFSampler",),
     "key": ("PMarkKey",),
     "kgw": ("KGW",),
     "openai_sampler": ("OpenAISampler",),
-    "samplers": ("CallableSampler", "Continuation", "SamplerError"),
+    "samplers": ("CallableSampler",),
     "scoring": ("Null",),
     "semstamp": ("KSemStamp", "SemStamp"),
     "sentence_watermark": ("DetectionResult", "WatermarkedText"),
@@ -36,7 +35,6 @@ _MODULES = {
 __all__ = [
     "KGW",
     "CallableSampler",
-    "Continuation",
     "DetectionResult",
     "HFSampler",
     "KSemStamp",
@@ -44,7 +42,6 @@ __all__ = [
     "OpenAISampler",
     "PMark",
     "PMarkKey",
-    "SamplerError",
     "SemStamp",
     "SimMark",
     "VLLMSampler",

@@ -1,0 +1,240 @@
+"""How often marked text is found, by the number of its sentences, with a real model, real prompts and real attacks.
+
+SmolLM2-135M-Instruct goes on from the first sentences of newspaper editorials, MiniLM encodes. Marked texts are written
+under several keys; unmarked ones, written by the same model after the same prompts, are tested under many keys, and
+their z give the thresholds. Counts are those of the first sentences of each text, so that one run gives all lengths.
+
+Run as `python bench_power.py [--json FILE] [--plot FILE] [--texts 40] [--modes online offline]`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pmark import HFSampler, PMark, PMarkKey
+from pmark.attacks import Attack, SentenceDrop, SentenceShuffle, SynonymSubstitution, WordDeletion
+from pmark.encoders import as_encoder
+from pmark.metrics import auc, bootstrap, perplexity, rep_n, tpr_at_fpr
+from pmark.paraphrase import CausalParaphraser
+from pmark.plots import plot_power
+from pmark.samplers import Continuation, Sampler
+from pmark.scoring import z_score
+from pmark.segmentation import make_segmenter
+from pmark.sentence_watermark import DetectionResult, SentenceWatermark, Unmarked
+from separata_embedded import load_sentence_encoder, load_smollm2, rated_texts
+from separata_kit.language_models import has_fast_bfloat16
+
+LENGTHS = (2, 4, 6, 8, 10, 12)
+CHANNELS = 4
+REQUEST = "Write a long newspaper editorial in plain sentences."
+# Online N is held at 16, the least for 4 channels: detection draws as much as generation did.
+SAMPLES = {"online": 16, "offline": 64}
+
+
+class Remembering:
+    """Draws for a context once, so that a text is tested under many keys on the same draws."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.drawn: dict[tuple[str, int], list[Continuation]] = {}
+
+    def sample(
+        self,
+        contexts: Sequence[str],
+        counts: Sequence[int],
+        *,
+        is_complete: Callable[[int, str], bool] | None = None,
+        seed: int | None = None,
+    ) -> list[list[Continuation]]:
+        wanted = list(zip(contexts, counts, strict=True))
+        new = [index for index, each in enumerate(wanted) if each not in self.drawn]
+        if new:
+            found = self.sampler.sample(
+                [contexts[index] for index in new],
+                [counts[index] for index in new],
+                is_complete=is_complete and (lambda row, text: is_complete(new[row], text)),
+                seed=seed,
+            )
+            self.drawn |= {wanted[index]: each for index, each in zip(new, found, strict=True)}
+        return [self.drawn[each] for each in wanted]
+
+
+def editorials(count: int, sentences: int = 10) -> list[list[str]]:
+    """Newspaper editorials as lists of their sentences, those of at least some length."""
+    found: dict[str, list[str]] = {}
+    texts = rated_texts("nytimes")
+    assert texts.source != "built-in", "the editorials could not be fetched"
+    for each in texts:
+        found.setdefault(each.id.partition("_")[0], []).append(each.text)
+    return [each for each in found.values() if len(each) >= sentences][:count]
+
+
+def z_of(result: DetectionResult, length: int) -> float:
+    counts = result.counts[:length]
+    counts = counts[~np.isnan(counts).any(axis=1)]
+    return z_score(float(counts.sum()), counts.size) if counts.size else 0.0
+
+
+def scored(results: Sequence[DetectionResult], null: Sequence[DetectionResult], length: int) -> dict[str, Any]:
+    # Texts that the model ended earlier say nothing about this length.
+    marked, unmarked = (
+        [z_of(each, length) for each in group if len(each.counts) >= length] for group in (results, null)
+    )
+    found: dict[str, Any] = {
+        "texts": len(marked),
+        "null": len(unmarked),
+        "z": float(np.mean(marked)),
+        "auc": auc(marked, unmarked),
+    }
+    for percent in (1, 5):
+        rate = bootstrap(lambda some, percent=percent: tpr_at_fpr(some, unmarked, percent / 100), marked)
+        found[f"tpr{percent}"] = {"value": rate.value, "interval95": [rate.low, rate.high]}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--texts", type=int, default=40)
+    parser.add_argument(
+        "--keys", type=int, default=4, help="that mark; the unmarked texts are tested under five times as many"
+    )
+    parser.add_argument("--modes", nargs="+", default=["online", "offline"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--machine", default=f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+
+    dtype = "bfloat16" if has_fast_bfloat16() else "float32"
+    model, tokenizer = load_smollm2(dtype=dtype)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": REQUEST}], add_generation_prompt=True, tokenize=False
+    )
+    plain_sampler = HFSampler(model, tokenizer, wrap=lambda context: asked + context)
+    encoder = as_encoder(load_sentence_encoder())
+    segmenter = make_segmenter()
+    # A first sentence that the segmenter cuts in two would be no prompt of one sentence.
+    prompts = [each[0] for each in editorials(10 * arguments.texts) if len(segmenter.split(each[0])) == 1]
+    prompts = prompts[: arguments.texts]
+
+    def method(mode: str, number: int) -> PMark:
+        key = PMarkKey.generate(CHANNELS, secret=number.to_bytes(32, "big"))
+        return PMark(encoder, key, mode=mode, num_samples=SAMPLES[mode], seed=number)  # type: ignore[arg-type]  # one of two
+
+    def written(watermark: SentenceWatermark, some: Sequence[str]) -> list[Any]:
+        return watermark.generate_batch(plain_sampler, some, max_sentences=max(LENGTHS))
+
+    began = time.perf_counter()
+    unmarked = written(Unmarked(encoder, num_samples=1, min_candidates=0, seed=1), prompts)
+    print(f"{len(prompts)} prompts, unmarked texts in {time.perf_counter() - began:.0f} s", flush=True)
+    attacks: list[Attack] = [
+        WordDeletion(0.1),
+        SynonymSubstitution(0.3),
+        SentenceDrop(0.1),
+        SentenceShuffle(),
+        CausalParaphraser(model, tokenizer, "sentence"),
+    ]
+    record: dict[str, Any] = {
+        "benchmark": "pmark detection power",
+        "machine": arguments.machine,
+        "versions": {"torch": torch.__version__, "numpy": np.__version__},
+        "model": f"SmolLM2-135M-Instruct, {dtype}",
+        "texts": len(prompts),
+        "channels": CHANNELS,
+        "samples": SAMPLES,
+        "quality": {},
+        "results": [],
+    }
+    curves: dict[str, list[tuple[int, float, float, float]]] = {}
+
+    def quality(name: str, texts: Sequence[Any]) -> None:
+        values = np.log(
+            perplexity([each.text for each in texts], model, tokenizer, prompts=[each.prompt for each in texts])
+        )
+        rep = [rep_n(" ".join(each.sentences), 3) for each in texts]
+        record["quality"][name] = found = {
+            "log_perplexity": float(values.mean()),
+            "standard_error": float(values.std(ddof=1) / len(values) ** 0.5),
+            "rep3": float(np.mean(rep)),
+            "sentences": float(np.mean([len(each.sentences) for each in texts])),
+            "samples_per_sentence": sum(each.samples for each in texts) / sum(len(each.sentences) for each in texts),
+        }
+        print(f"{name}: {found}", flush=True)
+
+    quality("unmarked", unmarked)
+    for mode in arguments.modes:
+        sampler = Remembering(plain_sampler)
+        began = time.perf_counter()
+        marked, of = [], []
+        for key in range(arguments.keys):
+            some = prompts[key :: arguments.keys]
+            marked += written(method(mode, key), some)
+            of += [key] * len(some)
+        seconds = time.perf_counter() - began
+        print(f"{mode}: {len(marked)} texts written in {seconds:.0f} s", flush=True)
+        quality(mode, marked)
+
+        def detected(
+            texts: Sequence[str],
+            opened: Sequence[str],
+            keys: Sequence[int],
+            mode: str = mode,
+            sampler: Sampler = sampler,
+        ) -> list[DetectionResult]:
+            found: list[DetectionResult | None] = [None] * len(texts)
+            for key in sorted(set(keys)):
+                places = [index for index, each in enumerate(keys) if each == key]
+                results = method(mode, key).detect_batch(
+                    [texts[index] for index in places], prompts=[opened[index] for index in places], sampler=sampler
+                )
+                for index, result in zip(places, results, strict=True):
+                    found[index] = result
+            return [each for each in found if each is not None]
+
+        began = time.perf_counter()
+        wrong = range(100, 100 + 5 * arguments.keys)
+        null = [
+            result
+            for key in wrong
+            for result in detected(
+                [t.text for t in unmarked], [t.prompt + t.opening for t in unmarked], [key] * len(unmarked)
+            )
+        ]
+        print(f"{mode}: {len(null)} tests of unmarked texts in {time.perf_counter() - began:.0f} s", flush=True)
+        opened = [each.prompt + each.opening for each in marked]
+        variants = {"none": [each.text for each in marked]}
+        for attack in attacks:
+            variants[attack.name] = attack(variants["none"], seed=3, prompts=opened)
+        for name, texts in variants.items():
+            results = detected(texts, opened, of)
+            for length in LENGTHS:
+                found = scored(results, null, length)
+                low, high = found["tpr1"]["interval95"]
+                record["results"].append(
+                    {"name": f"{mode}, {name}, {length} sentences", "mode": mode, "attack": name, "sentences": length,
+                     "value": found["tpr1"]["value"], "unit": "TPR at 1 % FPR", **found}
+                )  # fmt: skip
+                curves.setdefault(f"{mode}, {name}", []).append((length, found["tpr1"]["value"], low, high))
+            print(
+                f"{mode:>8} {name:<28}" + "  ".join(
+                    f"{each['sentences']}: {each['tpr1']['value']:.2f}/{each['tpr5']['value']:.2f}/{each['auc']:.3f}"
+                    for each in record["results"][-len(LENGTHS) :]
+                ) + f"  z {record['results'][-1]['z']:.2f}",
+                flush=True,
+            )  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.plot:
+        plot_power(curves, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
