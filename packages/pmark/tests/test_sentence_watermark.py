@@ -225,8 +225,8 @@ def test_detection_sees_what_generation_saw():
     prompt = "A title\n\nIt was cold. It snowed."
     text = unmarked(num_samples=1).generate(CallableSampler(draw), prompt, max_sentences=4)
     watermark = unmarked()
-    for given in (text, text.text):
-        (document,) = watermark.documents([given], prompts=[prompt])
+    for either in (text, text.text):
+        (document,) = watermark.documents([either], prompts=[prompt])
         assert document.contexts == asked
         assert document.sentences == text.sentences
         assert document.prompt == prompt

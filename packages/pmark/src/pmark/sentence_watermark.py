@@ -569,11 +569,13 @@ class SentenceWatermark(ABC):
                 turn.redraws += left <= 0
                 counts.append(min(chunk, left if left > 0 else self.num_samples - len(turn.candidates)))
             contexts = [turn.context for turn in pending]
-
-            def complete(index: int, text: str, contexts: Sequence[str] = contexts) -> bool:
-                return is_complete(self.segmenter, contexts[index], text)
-
-            answers = draw(sampler, contexts, counts, is_complete=complete, seed=_seed(rng))
+            answers = draw(
+                sampler,
+                contexts,
+                counts,
+                is_complete=lambda index, text, contexts=contexts: is_complete(self.segmenter, contexts[index], text),  # type: ignore[misc]  # mypy infers no type for a default
+                seed=_seed(rng),
+            )
             for turn, count, continuations in zip(pending, counts, answers, strict=True):
                 turn.asked += count
                 turn.drawn += len(continuations)
@@ -589,24 +591,25 @@ class SentenceWatermark(ABC):
 
     def _add(self, turn: _Turn, continuations: Sequence[Continuation]) -> None:
         """Cuts, cleans and filters continuations, each for itself."""
-        seen = set(turn.sentences)
-        fits: dict[str, bool] = {}
+        seen, cut = set(turn.sentences), dict[str, tuple[str, bool]]()
         for each in continuations:
-            raw = first_sentence(self.segmenter, turn.context, each.text)
-            if not raw or not raw.strip():
-                turn.may_end |= each.ended and not each.text.strip()
-                continue
-            sentence = clean(raw, joiner=self.joiner)
-            if sentence not in fits:
-                fits[sentence] = not self.round_trip or (
-                    round_trips(self.segmenter, turn.context, sentence)
-                    and self._is_closed(join(turn.context, sentence))
-                )
-            if not fits[sentence] or (self.deduplicate and sentence in seen):
-                continue
-            seen.add(sentence)
-            ended = each.ended and not is_complete(self.segmenter, turn.context, each.text)
-            turn.candidates.append(Continuation(sentence, ended))
+            if each.text not in cut:
+                cut[each.text] = self._cut(turn.context, each.text)
+            sentence, is_all = cut[each.text]
+            turn.may_end |= each.ended and not each.text.strip()
+            if sentence and not (self.deduplicate and sentence in seen):
+                seen.add(sentence)
+                turn.candidates.append(Continuation(sentence, each.ended and is_all))
+
+    def _cut(self, context: str, continuation: str) -> tuple[str, bool]:
+        """Returns the candidate, empty if there is none, and whether the continuation holds nothing more."""
+        raw = first_sentence(self.segmenter, context, continuation) or ""
+        sentence = clean(raw, joiner=self.joiner) if raw.strip() else ""
+        if self.round_trip and not (
+            round_trips(self.segmenter, context, sentence) and self._is_closed(join(context, sentence))
+        ):
+            return "", False
+        return sentence, not is_complete(self.segmenter, context, continuation)
 
 
 class Unmarked(SentenceWatermark):
