@@ -144,15 +144,15 @@ def draw(
     drawn: list[list[Continuation]] = [[] for _ in contexts]
     refused: set[int] = set()
     error: Exception | None = None
-    failed_rounds = 0
+    pause = wait
     for attempt in range(retries + 1):
         missing = [i for i in range(len(contexts)) if len(drawn[i]) < counts[i] and i not in refused]
         if not missing:
             break
+        groups = [missing] if error is None else [[i] for i in missing]
         # Another seed each time: the same one would draw the same texts again, which are then no new draws.
-        groups = [missing] if failed_rounds == 0 else [[i] for i in missing]
         seeds = [seed] if attempt == 0 else spread_seed(seed, attempt * len(contexts), len(groups))
-        failed = False
+        passing = False
         for group, group_seed in zip(groups, seeds, strict=True):
             try:
                 rows = sampler.sample(
@@ -164,17 +164,15 @@ def draw(
             except SamplerError:
                 raise
             except Exception as raised:
-                error, failed = raised, True
-                if isinstance(raised, ValueError) and len(group) == 1:
-                    refused.update(group)
+                error, refusal = raised, isinstance(raised, ValueError)
+                passing |= not refusal
+                refused.update(group if refusal and len(group) == 1 else ())
                 continue
             for i, row in zip(group, _checked(rows, len(group)), strict=True):
                 drawn[i] += row[: counts[i] - len(drawn[i])]
-        if failed:
-            # The first failure of a batch only tells that one of its contexts is at fault.
-            if attempt < retries and not (isinstance(error, ValueError) and failed_rounds == 0):
-                time.sleep(wait * 2**failed_rounds)
-            failed_rounds += 1
+        if passing and attempt < retries:
+            time.sleep(pause)
+            pause *= 2
     short = sum(len(row) < count for row, count in zip(drawn, counts, strict=True))
     if error is not None and short:
         warnings.warn(

@@ -14,8 +14,8 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, cast, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
 
 # A stretch longer than the first is cut even inside a quote or bracket, which was then left open by mistake; in one
 # longer than the second plain rules decide, since some segmenters take quadratic time. No line shorter than the third
@@ -288,24 +288,27 @@ def _is_short(word: str) -> bool:
 
 
 @functools.cache
-def _abbreviations() -> frozenset[str]:
-    from pysbd.languages import Language  # type: ignore[import-untyped]  # it ships no types
+def _languages() -> Mapping[str, Any]:
+    with warnings.catch_warnings():
+        # Newer Pythons warn of its escape sequences when they compile it.
+        warnings.simplefilter("ignore")
+        from pysbd.languages import LANGUAGE_CODES  # type: ignore[import-untyped]  # it ships no types
 
-    return frozenset(Language.get_language_code("en").Abbreviation.ABBREVIATIONS)
+    return cast("Mapping[str, Any]", LANGUAGE_CODES)
+
+
+@functools.cache
+def _abbreviations() -> frozenset[str]:
+    return frozenset(_languages()["en"].Abbreviation.ABBREVIATIONS)
 
 
 def _pysbd(language: str) -> Callable[[str], Sequence[str]]:
+    if language not in _languages():
+        raise ValueError(f"language must be one that pysbd knows ({', '.join(_languages())}), not {language!r}")
     import pysbd  # type: ignore[import-untyped]  # it ships no types
-    from pysbd.languages import LANGUAGE_CODES
 
-    if language not in LANGUAGE_CODES:
-        raise ValueError(f"language must be one that pysbd knows ({', '.join(LANGUAGE_CODES)}), not {language!r}")
-
-    def judge(text: str) -> Sequence[str]:
-        # A fresh one each time, since it keeps the text in an attribute, which threads would share.
-        return cast("list[str]", pysbd.Segmenter(language=language, clean=False).segment(text))
-
-    return judge
+    # A fresh one each time, since it keeps the text in an attribute, which threads would share.
+    return lambda text: cast("list[str]", pysbd.Segmenter(language=language, clean=False).segment(text))
 
 
 def _punkt(language: str) -> Callable[[str], Sequence[str]] | None:
