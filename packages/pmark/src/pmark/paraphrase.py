@@ -9,7 +9,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -28,9 +28,6 @@ _FORMS = {
 _TRANSLATE = "Translate the following text into {}. Answer with the translation only.\n\n"
 _THOUGHTS = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
 
-Mode = Literal["sentence", "document", "back_translation"]
-"""What is rewritten at once, and how."""
-
 
 class ChatAttack(Attack):
     """Paraphrases by asking a chat model; the place where it runs is left to subclasses.
@@ -40,7 +37,7 @@ class ChatAttack(Attack):
     """
 
     def __init__(
-        self, name: str, mode: Mode, language_name: str = "English", pivot: str = "French", **options: Any
+        self, name: str, mode: str, language_name: str = "English", pivot: str = "French", **options: Any
     ) -> None:
         """Takes what to ask.
 
@@ -91,7 +88,7 @@ class ChatParaphraser(ChatAttack):
         self,
         base_url: str,
         model: str,
-        mode: Mode = "sentence",
+        mode: str = "sentence",
         *,
         api_key_env: str = "OPENAI_API_KEY",
         temperature: float = 0.7,
@@ -164,7 +161,7 @@ class CausalParaphraser(ChatAttack):
         self,
         model: Any,
         tokenizer: Any,
-        mode: Mode = "sentence",
+        mode: str = "sentence",
         *,
         temperature: float = 0.7,
         max_new_tokens: int = 256,

@@ -1,0 +1,147 @@
+import hashlib
+
+import numpy as np
+import pytest
+from pmark.samplers import CallableSampler
+from pmark.semstamp import KSemStamp, SemStamp, count_test, distortion, spherical_k_means
+from pmark.sentence_watermark import Document
+
+PROMPTS = ["The storm had passed.", "A train left the city."]
+
+
+def encode(texts):
+    rngs = (np.random.default_rng(list(hashlib.sha256(text.encode()).digest()[:8])) for text in texts)
+    return np.array([rng.normal(size=24) for rng in rngs])
+
+
+def sampler(seed=0):
+    rng = np.random.default_rng(seed)
+    return CallableSampler(lambda _, count: [f" Sentence {rng.integers(10**9)} was said." for _ in range(count)])
+
+
+@pytest.fixture(scope="module", params=["semstamp", "k-semstamp"])
+def scheme(request):
+    if request.param == "semstamp":
+        return SemStamp(encode, seed=0)
+    return KSemStamp.fit(encode, [f"Sentence {index} of the domain." for index in range(400)], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "masses", "variation"),
+    [
+        (0.25, [0.25, 0.25, 0.25, 0.25], 0.2),
+        (0.5, [0.3397, 0.2964, 0.2333, 0.1306], 0.0639),
+        (0.75, None, 0.0210),
+        (0.99, [0.4, 0.3, 0.2, 0.1], 0.0),
+    ],
+)
+def test_rejection_sampling_distorts_as_the_framework_says(gamma, masses, variation):
+    natural = np.array([0.4, 0.3, 0.2, 0.1])
+    found = distortion(natural, gamma)
+    assert found.sum() == pytest.approx(1)
+    assert np.abs(found - natural).sum() / 2 == pytest.approx(variation, abs=5e-5)
+    if masses is not None:
+        np.testing.assert_allclose(found, masses, atol=5e-5)
+
+
+def test_equal_masses_and_only_they_are_left_alone():
+    np.testing.assert_allclose(distortion(np.full(8, 0.125), 0.25), 0.125)
+    # The closed form against the scheme itself: draw a green set, then sentences until one is in it.
+    rng, natural = np.random.default_rng(0), np.array([0.4, 0.3, 0.2, 0.1])
+    counts = np.zeros(4)
+    for _ in range(4000):
+        green = rng.permutation(4)[:2]
+        counts[rng.choice(green, p=natural[green] / natural[green].sum())] += 1
+    np.testing.assert_allclose(counts / 4000, distortion(natural, 0.5), atol=0.03)
+
+
+def test_marked_text_is_found_and_other_text_is_not(scheme):
+    texts = scheme.generate_batch(sampler(), PROMPTS, max_sentences=10)
+    found = scheme.detect_batch(texts)
+    # All ten green: (10 - 2.5) / sqrt(10 / 4 * 3 / 4).
+    assert [each.z for each in found] == pytest.approx([5.4772] * 2, abs=1e-4)
+    assert all(each.is_watermarked and each.num_sentences == 10 for each in found)
+    assert all(record["accepted"] for text in texts for record in text.trace)
+    # One in four regions is green, less what the margin costs; chunks of eight.
+    assert 4 * 10 * 2 <= sum(text.samples for text in texts) <= 40 * 10 * 2
+    rng = np.random.default_rng(5)
+    human = [" ".join(f"Human sentence {rng.integers(10**9)} stood." for _ in range(11)) for _ in range(60)]
+    assert abs(np.mean([each.z for each in scheme.detect_batch(human)])) < 4 / np.sqrt(60)
+
+
+def test_a_sentence_with_none_before_it_is_no_evidence(scheme):
+    [result] = scheme.detect_batch(["One here. Two there. Three now."], has_prompt=False)
+    assert result.num_sentences == 2
+    assert np.isnan(result.counts[0, 0])
+    assert result.per_sentence[0]["count"] is None
+    [result] = scheme.detect_batch(["Only one."], has_prompt=False)
+    assert (result.p_value, result.is_watermarked) == (1.0, False)
+    assert "before it" in result.reason
+
+
+def test_without_an_acceptable_sentence_the_last_one_is_taken(scheme):
+    drawn = []
+
+    def same(_, count):
+        drawn.extend([" The same."] * count)
+        return drawn[-count:]
+
+    strict = SemStamp(encode, margin=2.0, num_samples=20, seed=0)
+    [text] = strict.generate_batch(CallableSampler(same), PROMPTS[:1], max_sentences=1)
+    assert text.sentences == ["The same."]
+    assert text.trace[0]["accepted"] is False
+    assert len(drawn) == text.samples == 20
+
+
+def test_regions_are_sides_of_the_normals_and_margins_their_cosines():
+    scheme = SemStamp(encode, hyperplanes=3, key=7)
+    vectors = encode([str(index) for index in range(4000)])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    regions, margins = scheme.locate(vectors)
+    opposite, same = scheme.locate(-vectors)
+    assert (regions + opposite == 7).all()
+    np.testing.assert_allclose(margins, same)
+    assert np.bincount(regions, minlength=8).min() > 0
+    other = SemStamp(encode, hyperplanes=3, key=8).locate(vectors)[0]
+    assert (regions == other).mean() < 0.5
+    green = scheme.green(vectors[:-1], vectors[1:])
+    assert green.mean() == pytest.approx(0.25, abs=0.05)
+    assert "key" not in " ".join(scheme.settings)
+
+
+def test_k_means_finds_directions_and_the_margin_is_to_the_second():
+    rng = np.random.default_rng(0)
+    centres = np.eye(6)[:3]
+    rows = np.repeat(centres, 30, axis=0) + rng.normal(0, 0.05, (90, 6))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    found = spherical_k_means(rows, 3, seed=1)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1)
+    assert (found @ centres.T).max(axis=0).min() > 0.99
+    scheme = KSemStamp(encode, 3 * centres)
+    region, margin = scheme.locate(np.array([[0.8, 0.6, 0, 0, 0, 0]]))
+    assert region.tolist() == [0]
+    assert margin[0] == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="clusters must lie in 2 to the number of different sentences, 1, not 2"):
+        spherical_k_means(np.ones((5, 2)) / np.sqrt(2), 2)
+
+
+def test_the_count_test_is_one_of_proportions():
+    ones = np.ones((12, 2))
+    document = Document("", ["A."] * 12, ones, ones, [""] * 12)
+    result = count_test(document, np.array([1.0] * 8 + [0.0] * 4), 0.25, 0.05)
+    assert result.z == pytest.approx(5 / np.sqrt(12 * 0.25 * 0.75))
+    assert result.z_calibrated == result.z
+    assert not result.low_power
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: distortion(np.array([0.5, 0.0]), 0.5), "masses must be"),
+        (lambda: SemStamp(encode, gamma=1.0), "gamma must lie between 0 and 1, not 1.0"),
+        (lambda: SemStamp(encode, key=0), "key must be at least 1, not 0"),
+    ],
+)
+def test_wrong_arguments_are_named(call, told):
+    with pytest.raises(ValueError, match=told):
+        call()
