@@ -1,48 +1,436 @@
-"""What the verbs print, and what becomes of an error, without a process for each."""
+"""What the verbs do, with a scripted sampler in place of a model."""
 
+import csv
+import hashlib
 import json
-import re
+import os
+import signal
+import stat
+import subprocess
 import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from pmark import PAPER, __main__, cli
+from pmark import __main__, cli, demo, hf_sampler, openai_sampler, paraphrase, report
+from pmark.attacks import Attack
+from pmark.key import PMarkKey
+from pmark.samplers import Continuation
+from separata_kit import language_models
+
+WORDS = [
+    line.split()
+    for line in (
+        "A The One This That",
+        "old young tall quiet happy angry clever",
+        "farmer doctor sailor baker singer judge painter",
+        "saw heard met liked feared",
+        "birds ships clouds letters houses songs wolves",
+        "yesterday today again twice slowly",
+    )
+]
+PROMPTS = ["It was a long day.", "The market opened early.", "Nobody knew why.", "The road was wet.", "Snow fell."]
+LOAD_SAMPLER, LOAD_ENCODER = cli._Source.load, cli._load_encoder
+SMALL = ["--samples", "8", "--max-sentences", "6", "--documents", "2"]
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["pmark", *arguments])
-    return __main__.main()
+class Words:
+    """Draws sentences from a small grammar; seeded as a real sampler is."""
+
+    def __init__(self, wait=0.0):
+        self.wait = wait
+
+    def sample(self, contexts, counts, *, is_complete=None, seed=None):
+        time.sleep(self.wait)
+        rng = np.random.default_rng(seed)
+        return [[Continuation(self._sentence(rng)) for _ in range(count)] for count in counts]
+
+    def _sentence(self, rng):
+        return " " + " ".join(options[rng.integers(len(options))] for options in WORDS) + ". And"
 
 
-def test_about(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, "about")
-    assert not ended.value.code
-    assert capsys.readouterr().out == f"{PAPER.title}\n{PAPER.url}\n"
+def encode(texts):
+    """Vectors that depend on nothing but the text."""
+    seeds = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") for text in texts]
+    return np.stack([np.random.default_rng(seed).normal(size=16) for seed in seeds])
 
 
-def test_about_as_json(monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "about", "--json")
-    assert json.loads(capsys.readouterr().out) == {"title": PAPER.title, "url": PAPER.url}
+def scripted(monkeypatch, wait=0.0):
+    monkeypatch.setattr(cli._Source, "load", lambda self: Words(wait))
+    monkeypatch.setattr(cli, "_load_encoder", lambda place: encode)
 
 
-def test_an_error_is_one_line_and_1(monkeypatch, capsys):
-    def fail(**_):
-        raise ValueError("gamma is -1; it must be positive")
-
-    monkeypatch.setattr(cli, "app", fail)
-    assert run(monkeypatch, "about") == 1
-    assert capsys.readouterr().err == "error: gamma is -1; it must be positive\n"
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    scripted(monkeypatch)
 
 
-def test_missing_extra(monkeypatch, capsys, block_imports):
-    block_imports("typer")
-    monkeypatch.delitem(sys.modules, cli.__name__)
-    assert run(monkeypatch) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.fixture
+def folder(tmp_path):
+    """A key of two channels, and prompts."""
+    PMarkKey.generate(2, b"sixteen bytes or more").save(tmp_path / "key.json")
+    PMarkKey.generate(2, b"sixteen bytes or less").save(tmp_path / "wrong.json")
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return tmp_path
 
 
-def test_a_missing_module_of_our_own_is_another_matter(monkeypatch, block_imports):
-    block_imports(cli.__name__)
-    with pytest.raises(ModuleNotFoundError, match=re.escape(cli.__name__)):
-        run(monkeypatch)
+def output(capsys, *arguments, code=0):
+    capsys.readouterr()
+    assert cli.run([str(each) for each in arguments]) == code, capsys.readouterr().err
+    return capsys.readouterr()
+
+
+def as_json(capsys, *arguments, code=0):
+    return json.loads(output(capsys, *arguments, "--json", code=code).out, parse_constant=pytest.fail)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def generate(capsys, folder, *more, out="marked.jsonl"):
+    arguments = ("--key", folder / "key.json", "--data", folder / "prompts.txt", "--out", folder / out)
+    return as_json(capsys, "generate", *arguments, *SMALL, *more)
+
+
+def test_a_key_is_shown_by_its_id_only(tmp_path, capsys):
+    path = tmp_path / "key.json"
+    shown = output(capsys, "keygen", "--out", path, "--channels", "3")
+    key = PMarkKey.load(path)
+    assert shown.out == f"key {key.id} with 3 channels: {path}\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "--overwrite" in output(capsys, "keygen", "--out", path, code=1).err
+    assert PMarkKey.load(path).id == key.id
+    assert as_json(capsys, "keygen", "--out", path, "--overwrite")["id"] != key.id
+
+
+def test_generated_texts_are_found_again(folder, capsys):
+    found = generate(capsys, folder)
+    assert (found["texts"], found["sentences"]) == (5, 30)
+    assert found["ended"] == {"length": 5}
+    texts = rows(folder / "marked.jsonl")
+    assert [row["prompt"] for row in texts] == PROMPTS
+    assert all(row["text"].startswith(row["prompt"]) and len(row["trace"]) == 6 for row in texts)
+    assert [row["id"] for row in texts][1] == f"{folder / 'prompts.txt'}, line 2"
+    detect = ("detect", folder / "marked.jsonl", "--samples", "16")
+    right = as_json(capsys, *detect, "--key", folder / "key.json", "--fail", code=cli.FOUND)
+    assert right["watermarked"] >= 4
+    wrong = as_json(capsys, *detect, "--key", folder / "wrong.json", "--fail", "--alpha", "0.001")
+    assert wrong["watermarked"] == 0
+    assert np.mean([row["z"] for row in right["results"]]) > 2 + np.mean([row["z"] for row in wrong["results"]])
+
+
+def test_no_output_holds_the_secret(folder, capsys):
+    generate(capsys, folder)
+    detect = ("detect", folder / "marked.jsonl", "--key", folder / "key.json", "--out", folder / "r.jsonl")
+    shown = output(capsys, *detect, "--samples", "8")
+    secret = json.loads((folder / "key.json").read_text())["secret"]
+    for each in (shown.out, shown.err, (folder / "marked.jsonl").read_text(), (folder / "r.jsonl").read_text()):
+        assert secret not in each
+        assert b"sixteen bytes".hex() not in each
+
+
+def test_detection_of_files_and_what_it_writes(folder, capsys):
+    (folder / "letter.txt").write_text("Dear Ann.\nThe birds sang.\n")
+    (folder / "short.md").write_text("Only one sentence.")
+    detect = ("detect", folder / "letter.txt", folder / "short.md", "--key", folder / "key.json", "--mode", "offline")
+    found = as_json(capsys, *detect, "--no-prompt", "--out", folder / "r.csv")
+    assert [row["num_sentences"] for row in found["results"]] == [2, 1]
+    with (folder / "r.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["id"] for row in table] == [str(folder / "letter.txt"), str(folder / "short.md")]
+    assert float(table[0]["z"]) == found["results"][0]["z"]
+    shown = output(capsys, *detect, "--out", folder / "r.jsonl").out
+    assert "no sentence to test" in shown
+    assert "few sentences" in shown
+    assert "0 of 2 texts" in shown
+    assert rows(folder / "r.jsonl")[1]["p_value"] == 1
+    assert not list(folder.glob("*.journal"))
+
+
+def test_calibration(folder, capsys):
+    human = [
+        {"text": " ".join(Words()._sentence(np.random.default_rng(i * 9 + j))[1:-4] for j in range(6))}
+        for i in range(30)
+    ]
+    (folder / "human.jsonl").write_text("".join(json.dumps(row) + "\n" for row in human))
+    common = ("--key", folder / "key.json", "--mode", "offline")
+    calibrate = ("calibrate", *common, "--data", folder / "human.jsonl", "--out", folder / "null.json", "--no-prompt")
+    found = as_json(capsys, *calibrate)
+    assert found["texts"] == 30
+    assert found["thresholds"].keys() == {"0.05"}, "30 texts say nothing about 1 %"
+    assert "30 texts" in output(capsys, *calibrate).out
+    detect = ("detect", folder / "human.jsonl", *common, "--no-prompt")
+    results = as_json(capsys, *detect, "--null", folder / "null.json")["results"]
+    assert np.mean([row["z_calibrated"] for row in results]) == pytest.approx(0, abs=1e-6)
+    # By rank: exactly one of 30 in the highest of 31 places.
+    assert min(row["p_calibrated"] for row in results) == pytest.approx(2 / 31)
+    other = PMarkKey.generate(2)
+    other.save(folder / "other.json")
+    told = output(capsys, *detect[:2], "--key", folder / "other.json", *common[2:], "--null", folder / "null.json").err
+    assert "warning: " in told
+    assert other.id in told
+
+
+def test_attacks(folder, capsys):
+    generate(capsys, folder)
+    attack = ("attack", "--data", folder / "marked.jsonl", "--out", folder / "attacked.jsonl")
+    found = as_json(capsys, *attack, "--kind", "word-deletion", "--rate", "0.3", "--limit", "3")
+    assert (found["attack"], found["texts"], found["changed"]) == ("word-deletion-0.3", 3, 3)
+    before, after = rows(folder / "marked.jsonl"), rows(folder / "attacked.jsonl")
+    for old, new in zip(before, after, strict=False):
+        assert new["text"].startswith(old["prompt"])
+        assert len(new["text"].split()) < len(old["text"].split())
+        assert (new["id"], new["prompt"], new["settings"]) == (old["id"], old["prompt"], old["settings"])
+    assert (
+        output(capsys, "detect", folder / "attacked.jsonl", "--key", folder / "key.json", *SMALL[:2]).err.count(
+            "warning"
+        )
+        == 0
+    )
+    # Without a known prompt the first sentence is it.
+    plain = "One here. Two here. Three here. Four here."
+    (folder / "plain.txt").write_text(plain)
+    shuffle = ("attack", "--data", folder / "plain.txt", "--out", folder / "s.jsonl", "--kind", "sentence-shuffle")
+    assert "texts changed" in output(capsys, *shuffle, "--seed", "3").out
+    [row] = rows(folder / "s.jsonl")
+    assert row["text"].startswith("One here. ")
+    assert sorted(row["text"].split()) == sorted(plain.split())
+
+
+def test_paraphrase_by_what_was_asked_for(folder, capsys, monkeypatch):
+    made = []
+    monkeypatch.setattr(cli, "_load_model", lambda *place: place)
+    for name in ("ChatParaphraser", "CausalParaphraser"):
+
+        def make(*arguments, name=name, **options):
+            made.append((name, *arguments))
+            return Shout(name, keep_first=options["keep_first"])
+
+        monkeypatch.setattr(f"{paraphrase.__name__}.{name}", make)
+    attack = ("attack", "--data", folder / "prompts.txt", "--out", folder / "a.jsonl", "--no-prompt", "--kind")
+    assert as_json(capsys, *attack, "paraphrase-document", "--model", "small")["changed"] == 5
+    assert rows(folder / "a.jsonl")[0]["text"] == "IT WAS A LONG DAY."
+    as_json(capsys, *attack, "back-translation", "--model", "m", "--endpoint", "http://localhost:1/v1")
+    assert made == [
+        ("CausalParaphraser", "small", None, "document"),
+        ("ChatParaphraser", "http://localhost:1/v1", "m", "back_translation"),
+    ]
+
+
+class Shout(Attack):
+    def alter(self, documents, rngs):
+        return [[sentence.upper() for sentence in each] for each in documents]
+
+
+def test_pictures(folder, capsys):
+    generate(capsys, folder)
+    for name in ("key", "wrong"):
+        result = (
+            "detect",
+            folder / "marked.jsonl",
+            "--key",
+            folder / f"{name}.json",
+            "--out",
+            folder / f"{name}.jsonl",
+        )
+        output(capsys, *result, "--samples", "8")
+    plot = ("plot", folder / "key.jsonl", "--unmarked", folder / "wrong.jsonl", "--out", folder / "p.svg")
+    drawn = set()
+    for kind in ("histogram", "roc", "power"):
+        assert as_json(capsys, *plot, "--kind", kind) == {"picture": str(folder / "p.svg")}
+        drawn.add((folder / "p.svg").read_bytes())
+    assert len(drawn) == 3
+    assert "no 'z'" in output(capsys, "plot", folder / "marked.jsonl", "--out", folder / "p.svg", code=1).err
+
+
+def test_an_interrupted_run_is_continued(folder, capsys, monkeypatch):
+    whole = generate(capsys, folder, out="whole.jsonl")
+    sample, calls = Words.sample, []
+
+    def interrupted(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == 9:  # in the second batch, whose first text is not there yet
+            raise KeyboardInterrupt
+        return sample(self, *arguments, **options)
+
+    monkeypatch.setattr(Words, "sample", interrupted)
+    command = ("generate", "--key", folder / "key.json", "--data", folder / "prompts.txt", *SMALL)
+    output(capsys, *command, "--out", folder / "marked.jsonl", code=130)
+    assert not (folder / "marked.jsonl").exists()
+    journal = folder / "marked.jsonl.journal"
+    lines = journal.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 2
+    # A batch of which a kill left one text; and another run is not continued.
+    journal.write_text("".join(lines[:2]) + lines[2][:40])
+    told = output(capsys, *command, "--out", folder / "marked.jsonl", "--seed", "5", code=1).err
+    assert "seed" in told
+    again = generate(capsys, folder)
+    assert {**again, "out": ""} == {**whole, "out": ""}
+    assert (folder / "marked.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert not journal.exists()
+
+
+_SLOWLY = """
+import sys
+sys.path.insert(0, {here!r})
+from test_cli import slowly
+slowly(sys.argv[1:])
+"""
+
+
+def slowly(arguments):
+    """The command line with a sampler that leaves time for a kill."""
+    with pytest.MonkeyPatch.context() as patch:
+        scripted(patch, wait=0.1)
+        sys.exit(cli.run(arguments))
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_continued(folder, capsys):
+    generate(capsys, folder, "--documents", "1", out="whole.jsonl")
+    command = ["generate", "--key", folder / "key.json", "--data", folder / "prompts.txt", *SMALL, "--documents", "1"]
+    command += ["--out", folder / "marked.jsonl"]
+    journal = folder / "marked.jsonl.journal"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    start = [sys.executable, "-c", _SLOWLY.format(here=str(Path(__file__).parent)), *map(str, command)]
+    for texts in (1, 3):
+        process = subprocess.Popen(start, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
+        try:
+            end = time.monotonic() + 100
+            while not journal.exists() or journal.read_bytes().count(b"\n") < 1 + texts:
+                assert process.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert not (folder / "marked.jsonl").exists()
+    generate(capsys, folder, "--documents", "1")
+    assert (folder / "marked.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["generate", "--mode", "sideways"], "'sideways' is none of online, offline"),
+        (["generate", "--segmenter", "scissors"], "none of pysbd"),
+        (["generate", "--dtype", "int3"], "none of float32"),
+        (["generate", "--chat"], "--endpoint"),
+        (["generate", "--endpoint", "http://localhost:1/v1"], "--model"),
+        (["generate", "--endpoint", "http://localhost:1/v1", "--model", "m", "--dtype", "float32"], "--dtype"),
+        (["detect", "--alpha", "1"], "--alpha"),
+        (["detect", "--out", "results.xml"], ".csv"),
+        (["calibrate", "--prior", "calibrated"], "--mode online"),
+        (["attack", "--kind", "fire"], "none of word-deletion"),
+        (["attack", "--kind", "paraphrase", "--rate", "0.5"], "--rate"),
+        (["attack", "--kind", "sentence-drop", "--model", "m"], "--model"),
+        (["plot", "--kind", "pie"], "none of histogram"),
+        (["plot", "--kind", "roc"], "--unmarked"),
+    ],
+)
+def test_wrong_usage(folder, capsys, arguments, told):
+    verb, *rest = arguments
+    data, key, out = str(folder / "prompts.txt"), str(folder / "key.json"), str(folder / "out.jsonl")
+    needed = {
+        "generate": ["--key", key, "--data", data, "--out", out],
+        "detect": [data, "--key", key],
+        "calibrate": ["--key", key, "--data", data, "--out", out],
+        "attack": ["--data", data, "--out", out],
+        "plot": [data, "--out", str(folder / "p.svg")],
+    }[verb]
+    captured = output(capsys, verb, *needed, *rest, code=2)
+    assert told in captured.err
+    assert not captured.out
+
+
+def test_what_goes_wrong(folder, capsys):
+    (folder / "empty.jsonl").write_text("")
+    (folder / "holes.jsonl").write_text('{"text": "It rained."}\n{"text": ""}\n')
+    common = ("--key", folder / "key.json", "--out", folder / "out.jsonl")
+    for data, told in (("empty.jsonl", "there are no texts"), ("holes.jsonl", "line 2"), ("no.jsonl", "no.jsonl")):
+        assert told in output(capsys, "generate", *common, "--data", folder / data, code=1).err
+    few = ("generate", *common, "--data", folder / "prompts.txt", "--samples", "3")
+    assert "--samples" in output(capsys, *few, code=1).err
+    same = ("generate", "--key", folder / "key.json", "--data", folder / "prompts.txt", "--out", folder / "prompts.txt")
+    assert "names too" in output(capsys, *same, code=2).err
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".jsonl", ".jsonl", ".txt"]
+
+
+def test_the_demo(folder, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_load_model", lambda place, dtype: ("model", "tokenizer"))
+    monkeypatch.setattr(hf_sampler, "HFSampler", lambda model, tokenizer: Words())
+    judged = []
+
+    def perplexity(texts, model, tokenizer, *, prompts):
+        judged.append(texts)
+        return np.array([10.0, 20.0, 30.0]) * len(judged)
+
+    monkeypatch.setattr(demo, "perplexity", perplexity)
+    command = ("demo", "--prompts", "3", "--max-sentences", "5", "--samples", "8", "--out", folder / "demo.jsonl")
+    found = as_json(capsys, *command)
+    conditions = found["conditions"]
+    marked, unmarked, wrong = (conditions[name] for name in (demo.MARKED, demo.UNMARKED, demo.WRONG_KEYS))
+    assert (marked["tests"], unmarked["tests"], wrong["tests"]) == (3, 3, 24)
+    assert marked["mean_z"] > 1 + max(unmarked["mean_z"], wrong["mean_z"])
+    assert marked["standard_error"] == pytest.approx(np.std(marked["z"], ddof=1) / 3**0.5)
+    assert found["log_perplexity"] == {
+        "marked_less_unmarked": pytest.approx(-np.log(2)),
+        "standard_error": pytest.approx(0, abs=1e-9),
+    }
+    texts = [row["text"] for row in rows(folder / "demo.jsonl")]
+    assert judged[0] == texts
+    assert found["example"] == texts[0]
+    shown = output(capsys, *command, "--seed", "1").out
+    assert f"{demo.MARKED} " in shown
+    assert "+- " in shown
+    assert "perplexity, marked less unmarked" in shown
+    assert "prompts" in output(capsys, "demo", "--prompts", "13", code=2).err
+
+
+def test_verdict_says_what_is_not_shown():
+    quiet, loud = (demo.Condition(z, 0) for z in ((0.0, 0.2, -0.2), (3.0, 3.2, 2.8)))
+    settings = dict.fromkeys(("prompts", "sentences", "samples", "channels", "seed"), 1)
+
+    def result(marked):
+        conditions = {demo.MARKED: marked, demo.UNMARKED: quiet, demo.WRONG_KEYS: quiet}
+        return demo.DemoResult(settings, conditions, (0.1, 0.01), "text", Path("x"), 1.0)
+
+    assert "not shown to be above" not in report.verdict(result(loud))
+    assert report.verdict(result(quiet)).count("not shown to be above") == 2
+    assert "(shown)" in report.demo_report(result(loud))
+
+
+def test_what_is_loaded(monkeypatch):
+    made = []
+    monkeypatch.setattr(hf_sampler, "HFSampler", lambda *given, **options: made.append((given, options)))
+    monkeypatch.setattr(openai_sampler, "OpenAISampler", lambda *given, **options: made.append((given, options)))
+    monkeypatch.setattr(language_models, "load_language_model", lambda place, dtype: (place, dtype))
+    drawing = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 9}
+    LOAD_SAMPLER(cli._Source("folder", None, False, "float32", 0.5, 0.9, 9))
+    LOAD_SAMPLER(cli._Source("name", "http://localhost:1/v1", True, None, 0.5, 0.9, 9))
+    assert made == [
+        (("folder", "float32"), drawing),
+        (("http://localhost:1/v1", "name"), {**drawing, "mode": "chat"}),
+    ]
+    assert LOAD_ENCODER("folder") == "folder"
+
+
+def test_default_models(monkeypatch, block_imports):
+    embedded = SimpleNamespace(
+        load_smollm2=lambda dtype, device: ("model", dtype), load_sentence_encoder=lambda: "encoder"
+    )
+    monkeypatch.setitem(sys.modules, "separata_embedded", embedded)
+    assert LOAD_ENCODER(None) == "encoder"
+    assert cli._load_model(None, "float16") == ("model", "float16")
+    block_imports("separata_embedded")
+    with pytest.raises(ImportError, match=r"pmark\[demo\].*--model and --encoder"):
+        LOAD_ENCODER(None)
+
+
+def test_main_runs_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pmark", "--help"])
+    assert __main__.main() == 0
+    assert "pmark demo" in capsys.readouterr().out

@@ -7,13 +7,10 @@ from separata_testing.suites import CommandLine
 class TestCommandLine(CommandLine):
     package = pmark
     extra_imports = ("typer",)
-    help_for = ((), ("about",))
+    help_for = ((), ("detect",))
 
-    def succeeding(self, folder):
-        return [["about"]]
-
-    def wrong_usage(self, folder):
-        return [["about", "too", "much"]]
+    def failing(self, folder):
+        return [["detect", str(folder / "missing.jsonl"), "--key", str(folder / "missing.json")]]
 
     def json_commands(self, folder):
-        return [["about", "--json"]]
+        return [["keygen", "--out", str(folder / "key.json"), "--json"]]

@@ -42,6 +42,7 @@ FOUND = 3
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MODES = ("online", "offline")
+_PRIORS = ("zero", "calibrated")
 _SEGMENTERS = ("pysbd", "punkt", "regex")
 _TABLES = (".jsonl", ".ndjson", ".csv", ".parquet")
 _PICTURES = ("histogram", "roc", "power")
@@ -135,12 +136,16 @@ class _Source:
 
     def load(self) -> "Sampler":
         """The sampler."""
-        options = {"temperature": self.temperature, "top_p": self.top_p, "max_new_tokens": self.new_tokens}
+        options: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_new_tokens": self.new_tokens,
+        }
         if self.endpoint is not None:
             from pmark.openai_sampler import OpenAISampler
 
-            way = "chat" if self.chat else "completions"
-            return OpenAISampler(self.endpoint, str(self.model), mode=way, **options)
+            options["mode"] = "chat" if self.chat else "completions"
+            return OpenAISampler(self.endpoint, str(self.model), **options)
         from pmark.hf_sampler import HFSampler
 
         return HFSampler(*_load_model(self.model, self.dtype), **options)
@@ -151,9 +156,9 @@ def demo(
     model: Model = None,
     dtype: Dtype = None,
     encoder: Encoder = None,
-    prompts: Annotated[int, typer.Option(min=2, help="Prompts to continue.")] = 8,
-    sentences: Sentences = 8,
-    samples: Samples = 16,
+    prompts: Annotated[int, typer.Option(min=2, max=12, help="Prompts to continue.")] = 6,
+    max_sentences: Sentences = 8,
+    samples: Samples = 8,
     channels: Annotated[
         int, typer.Option(min=1, help="Bits in each sentence; --samples must be 2 to their power.")
     ] = 2,
@@ -172,7 +177,7 @@ def demo(
         *_load_model(model, dtype),
         _load_encoder(encoder),
         prompts=prompts,
-        max_sentences=sentences,
+        max_sentences=max_sentences,
         num_samples=samples,
         channels=channels,
         seed=seed,
@@ -225,7 +230,7 @@ def generate(
 ) -> None:
     """Continue prompts with watermarked text.
 
-    With --null, --mode offline takes its thresholds from there.
+    The traces of many texts give a key away: they are for its owner only.
     """
     source = _Source(model, endpoint, chat, dtype, temperature, top_p, new_tokens)
     source.check()
@@ -329,6 +334,12 @@ def calibrate(
     dtype: Dtype = None,
     encoder: Encoder = None,
     mode: Mode = "online",
+    prior: Annotated[
+        str,
+        typer.Option(
+            help="Offline: thresholds 'zero', or 'calibrated': medians of these texts, for 'generate' and 'detect'."
+        ),
+    ] = "zero",
     samples: Samples = 64,
     segmenter: Segmenter = "pysbd",
     language: Language = "en",
@@ -343,10 +354,13 @@ def calibrate(
     """Measure what texts by people look like, for p-values that hold and for medians of their kind."""
     source = _Source(model, endpoint, chat, dtype, temperature, top_p, new_tokens)
     source.check()
+    console.choice("--prior", prior, _PRIORS)
+    if prior == "calibrated" and mode == "online":
+        raise typer.BadParameter("--mode online draws its medians; leave it out", param_hint="--prior")
     console.check_different_files(key=key, data=data, out=out)
     texts = [row["text"] for row in _texts([data], "text")[:limit]]
     check_writable(out)
-    make, _ = _watermark(key, encoder, mode, samples, None, segmenter, language)
+    make, _ = _watermark(key, encoder, mode, samples, None, segmenter, language, prior=prior)
     sampler = source.load() if mode == "online" else None
     null = make(seed).calibrate(texts, has_prompt=not no_prompt, sampler=sampler)
     null.save(out)
@@ -486,12 +500,9 @@ def _load_model(place: str | None, dtype: str | None) -> tuple[Any, Any]:
 
     if place is not None:
         return language_models.load_language_model(place, dtype=dtype)
-    import torch
-
     from pmark.demo import embedded
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = {"dtype": dtype or language_models.default_dtype(), "device": device}
+    options = {"dtype": dtype or language_models.default_dtype(), "device": language_models.default_device()}
     return embedded().load_smollm2(**options)  # type: ignore[no-any-return]  # optional package
 
 
@@ -525,7 +536,8 @@ def _watermark(
     options |= {"mode": mode, "num_samples": samples, "segmenter": segmenter, "language": language}
     description = {"key_id": secret.id, **options, "null": None if null is None else digest(null.read_text("utf-8"))}
     if null is not None:
-        options["null"] = Null.load(null)
+        measured = Null.load(null)
+        options |= {"null": measured, "prior": "zero" if measured.medians is None else "calibrated"}
     shared = as_encoder(_load_encoder(encoder))
 
     def make(seed: int) -> "PMark":
@@ -578,7 +590,7 @@ def _work_off(
     """Results row by row, `size` at a time, with a journal beside `out` that an interrupted run goes on from."""
     import numpy as np
     from separata_kit.journal import Journal
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
     journal_place = None
     if out is not None:

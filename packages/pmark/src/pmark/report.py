@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _Counts = Sequence[Sequence[float | None]]
 
-# A difference of this many standard errors is called shown; p < 0.003 for a normal one.
+# A difference of this many standard errors is called shown: with the few texts of the demo, p < 0.05.
 _ERRORS = 3.0
 
 
@@ -96,7 +96,7 @@ def demo_report(result: "DemoResult") -> str:
             *lines,
             "",
             f"log perplexity, marked less unmarked: {difference:+.3f} +- {error:.3f} "
-            f"({'shown' if abs(difference) > 2 * error else 'no difference shown'})",
+            f"({'shown' if abs(difference) > _ERRORS * error else 'no difference shown'})",
             verdict(result),
             f"marked texts: {result.texts}",
         ]
