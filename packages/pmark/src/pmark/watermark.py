@@ -22,7 +22,6 @@ from pmark.sentence_watermark import (
     Selection,
     SentenceWatermark,
     WatermarkedText,
-    listed,
 )
 
 _CHUNK = 8
@@ -172,7 +171,8 @@ class PMark(SentenceWatermark):
     def select(self, pools: Sequence[Pool], rng: np.random.Generator) -> list[Selection]:
         """Chooses a sentence for each document; see the class."""
         proxies, sizes = self._padded(pools)
-        bits = np.concatenate([self.key.bits(1, pool.number) for pool in pools])
+        rows = {number: self.key.bits(1, number)[0] for number in {pool.number for pool in pools}}
+        bits = np.stack([rows[pool.number] for pool in pools])
         if not self._first_right and self.selection == "sequential":
             halving = halve(proxies, bits, rng, sizes=sizes, median=self.median)
             chosen, records = halving.chosen, [{"survivors": row.tolist()} for row in halving.survivors]
@@ -195,7 +195,7 @@ class PMark(SentenceWatermark):
         for row, pool in enumerate(pools):
             index = int(chosen[row])
             final = pool.exhausted or records[row].get("matches", self.channels) == self.channels
-            records[row] |= {"proxies": listed(proxies[row, index]), "medians": listed(thresholds[row])}
+            records[row] |= {"proxies": proxies[row, index].tolist(), "medians": thresholds[row].tolist()}
             skipped = pool.exhausted and len(set(pool.sentences)) == 1
             selections.append(Selection(index if final else None, records[row], skipped))
         return selections
