@@ -261,15 +261,19 @@ def _is_certain(text: str, start: int, stop: re.Match[str]) -> bool:
 
 def _cut_like(stretch: str, pieces: Sequence[str]) -> list[str] | None:
     """The stretch cut where the pieces end, whatever they did to white space; None if they lost more than that."""
-    lengths = [len("".join(piece.split())) for piece in pieces]
-    if "".join("".join(pieces).split()) != "".join(stretch.split()):
+    pieces = ["".join(piece.split()) for piece in pieces]
+    if "".join(pieces) != "".join(stretch.split()):
         return None
     places = [i for i, character in enumerate(stretch) if not character.isspace()]
-    sentences, first = [], 0
-    for length in filter(None, lengths):
-        sentences.append(stretch[places[first] : places[first + length - 1] + 1])
-        first += length
-    return sentences
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for piece in filter(None, pieces):
+        start, end = end, end + len(piece)
+        # Dots or quotes alone are no sentence, but the rest of the one before.
+        if spans and not any(map(str.isalnum, piece)):
+            start = spans.pop()[0]
+        spans.append((start, end))
+    return [stretch[places[start] : places[end - 1] + 1] for start, end in spans]
 
 
 def _by_rules(text: str) -> list[str]:
