@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_task import TASK, answers, examples, talkative_model, word_tokenizer
 from zerotuning import DEFAULT_GRID, ZeroTuningConfig, calibrate
-from zerotuning.points import PointLog
+from zerotuning.points import PointLog, _Lines
 from zerotuning.profiling import unit_config
 from zerotuning.scoring import Predictions, Scorer
 
@@ -252,6 +252,7 @@ class TestPointLog:
         path = tmp_path / "points.jsonl"
         with PointLog(path, self.HEADER) as log:
             log.append("a", answers((0,)))
+        whole = path.read_bytes()
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
@@ -261,7 +262,7 @@ class TestPointLog:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, before)
-        assert not path.read_bytes().endswith(b"\n")
+        assert path.read_bytes() == whole
         with PointLog(path, self.HEADER) as log:
             assert log.get("a") is not None
             assert log.get("b") is None
@@ -339,17 +340,17 @@ def test_resume_of_another_run_is_refused(tmp_path):
 
 def test_resume_from_any_moment_loses_and_doubles_nothing(tmp_path, monkeypatch):
     # What the file holds before each point, and lines cut within; the test after this one kills a real process.
-    whole, points = tmp_path / "whole.jsonl", tmp_path / "points.jsonl"
+    whole, begun = tmp_path / "whole.jsonl", tmp_path / "points.jsonl"
     options = {"heads": "profile", "gamma_probe": 4.0, "grid": [1.5, 2, 0.5]}
     moments = []
-    original = PointLog._write
+    original = _Lines._write
 
     def write(self, record):
         moments.append(whole.read_bytes())
         original(self, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PointLog, "_write", write)
+        patch.setattr(_Lines, "_write", write)
         expected = run(resume=whole, **options)
     complete = whole.read_bytes()
     assert len(moments) >= 6
@@ -357,10 +358,10 @@ def test_resume_from_any_moment_loses_and_doubles_nothing(tmp_path, monkeypatch)
     assert [moment.count(b"\n") for moment in moments] == list(range(len(moments)))
     cut = complete.rfind(b"\n", 0, -1) - 20
     for left in (*moments[::2], complete[:cut], complete[:10]):
-        points.write_bytes(left)
-        assert run(resume=points, **options).to_json() == expected.to_json()
+        begun.write_bytes(left)
+        assert run(resume=begun, **options).to_json() == expected.to_json()
         # In the order of the whole run, so nothing was done twice and nothing is missing.
-        assert points.read_bytes() == complete
+        assert begun.read_bytes() == complete
 
 
 _RUN_TO_BE_KILLED = """
@@ -368,14 +369,15 @@ import sys, time
 sys.path.insert(0, {here!r})
 from tiny_task import *
 from zerotuning import calibration
-original = calibration.PointLog._write
+from zerotuning.points import _Lines
+original = _Lines._write
 written = []
 def wait_for_the_end(self, record):
     original(self, record)
     written.append(record)
     if len(written) == 4:
         time.sleep(600)
-calibration.PointLog._write = wait_for_the_end
+_Lines._write = wait_for_the_end
 calibration.calibrate(talkative_model(), word_tokenizer(), examples(), TASK, heads="profile", gamma_probe=4.0,
                       grid=[1.5, 2, 0.5], resume=sys.argv[1])
 """

@@ -8,7 +8,7 @@ import torch
 from zerotuning import CalibrationResult, ModelId, ZeroTuningConfig
 from zerotuning.calibration import CurvePoint
 from zerotuning.metrics import Scores
-from zerotuning.plots import check_picture, plot_config, plot_curve, plot_profile
+from zerotuning.plots import plot_config, plot_curve, plot_profile
 from zerotuning.profiling import HeadProfile
 
 MODEL = ModelId("llama", "", 3, 4, 2)
@@ -177,10 +177,10 @@ def test_what_is_refused(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="holds no curve"):
             plot_curve(wrong, tmp_path / "c.png")
     with pytest.raises(FileNotFoundError):
-        check_picture(tmp_path / "no" / "c.png")
+        plot_curve(result(), tmp_path / "no" / "c.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'zerotuning\[plot\]'"):
-        check_picture(tmp_path / "c.png")
+        plot_curve(result(), tmp_path / "c.png")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -483,7 +483,7 @@ def test_bad_task_file(tmp_path, change, message):
 def test_no_task_at_all(tmp_path, content):
     path = tmp_path / "task.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"task\.json( is|: a task needs 'template', 'labels')"):
+    with pytest.raises(ValueError, match=r"task\.json( is| holds no JSON object|: a task needs 'template', 'labels')"):
         TaskSpec.load(path)
 
 
@@ -655,11 +655,11 @@ def test_read_with_own_values(tmp_path):
         ("a.jsonl", '{"text": "x"}\n', "line 1: no 'label'"),
         ("a.csv", "text\nx\n", "line 2: no 'label'"),
         ("a.csv", "label,text\n1,fine\n0,dull, and long\n", "line 3: more cells than the 2 of the header"),
-        ("a.txt", "", r"must end in \.csv or \.jsonl"),
+        ("a.xml", "", r"must end in \.jsonl, \.csv, \.txt or \.parquet"),
         ("a.jsonl", "[" * 100_000, "line 1: not JSON"),
         ("a.jsonl", '\n{"text": " ", "label": 0}\n', "line 2: 'text' must be a text"),
         ("a.jsonl", '{"text": ["x"], "label": 0}\n', "line 1: 'text' must be a text"),
-        ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "line 1: 'text' must be a text"),
+        ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "line 1: 'text' holds half of a surrogate pair"),
         ("a.csv", f"text,label\n{'x' * 200_000},0\n", "line 2: field larger"),
         ("a.csv", "text,label\ncaf\xe9,0\n".encode("latin-1"), r"a\.csv is not UTF-8"),
     ],
@@ -676,3 +676,10 @@ def test_bad_file(tmp_path, name, content, message):
 def test_data_that_say_nothing(labels, message):
     with pytest.raises(ValueError, match=message):
         check_examples(LETTERS, [Example("x", label) for label in labels])
+
+
+def test_lines_of_a_text_file(tmp_path):
+    (tmp_path / "a.txt").write_text("one, two\n\nthree\n")
+    assert [example.text for example in TASKS["sst2"].read(tmp_path / "a.txt", labelled=False)] == ["one, two", "three"]
+    with pytest.raises(ValueError, match=r"a\.txt, line 1: no 'label'"):
+        TASKS["sst2"].read(tmp_path / "a.txt")

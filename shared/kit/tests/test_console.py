@@ -211,6 +211,12 @@ def test_an_app_without_a_name_is_called_by_its_script(capsys, monkeypatch):
     assert "(see '" in capsys.readouterr().err
 
 
+def test_results(capsys):
+    console.print_result("a\nb")
+    console.print_result({"a": None})
+    assert capsys.readouterr().out == 'a\nb\n{\n "a": null\n}\n'
+
+
 def test_json_without_nan(capsys):
     with pytest.raises(ValueError, match="JSON compliant"):
         console.print_json(float("nan"))

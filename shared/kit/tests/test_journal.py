@@ -90,7 +90,10 @@ def test_lines_without_a_digest_are_read(tmp_path):
         ("x\n", "is no file of points"),
         ("[1]\n", "is no file of points"),
         ('{"schema": "pack/other"}\n', "is no file of points"),
-        ('{"schema": "pack/points", "version": 3}\n', "of version 3, and this pack continues version 2"),
+        (
+            '{"schema": "pack/points", "version": 3}\n',
+            "has version 3 of a file of points, and this pack continues version 2",
+        ),
         ('{"schema":"pack/points","version":2,"model":"o","seeds":[1,2]}\n', r"another run \(different model\)"),
         ('{"schema":"pack/points","version":2,"model":"m","seeds":[1,2],"x":1}\n', r"another run \(different x\)"),
         ('{"schema":"pack/points","version":2,"model":"m","seeds":[1,2]}\n{"id": 1\n', "line 2, is damaged"),

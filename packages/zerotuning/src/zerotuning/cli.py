@@ -2,14 +2,24 @@
 
 import dataclasses
 import json
-import os
-import sys
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from separata_kit import console
+from separata_kit.console import (
+    alternatives,
+    check_different_files,
+    choice,
+    layer_numbers,
+    numbers,
+    print_result,
+    refuse_idle,
+)
+from separata_kit.files import check_writable, read_json, read_json_object, write_text
+from separata_kit.language_models import DTYPES, default_device, default_dtype, load_language_model
+from separata_kit.pictures import check_picture
 
 from zerotuning.tasks import TASKS, TaskSpec
 
@@ -25,6 +35,7 @@ if not TYPE_CHECKING:
     Context = typer.Context.__base__
 
 app = typer.Typer(
+    name="zerotuning",
     help="Re-weight the attention to the initial token of a frozen language model, per head.",
     epilog="Example: zerotuning demo",
     no_args_is_help=True,
@@ -33,10 +44,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 and the number of the signal."""
-
-_DTYPES = ("float32", "bfloat16", "float16")
 _METRICS = ("accuracy", "constrained_accuracy", "log_likelihood")
 _OBJECTIVES = ("entropy", "label_entropy")
 _CRITERIA = (*_METRICS, *_OBJECTIVES)
@@ -49,22 +56,14 @@ _CALIBRATION_SCHEMA = "zerotuning/calibration"
 
 _SHOWN_UNITS = 40
 
-_MOST_LAYERS = 10_000
-"""Far above any model, and few enough to be listed."""
-
 # Options of 'calibrate', by what they are about.
 _OF_PROFILING = ("granularity", "method", "gamma_probe", "tolerance")
 _OF_SELECTION = ("p", "combine")
 
 
-def _alternatives(names: Sequence[str]) -> str:
-    quoted = [f"'{name}'" for name in names]
-    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
-
-
 Model = Annotated[str | None, typer.Option(help="Folder or name of a transformers model; SmolLM2-135M if not given.")]
 Dtype = Annotated[
-    str | None, typer.Option(help=f"Type of the weights: {', '.join(_DTYPES)}; the faster one if not given.")
+    str | None, typer.Option(help=f"Type of the weights: {', '.join(DTYPES)}; the faster one if not given.")
 ]
 Attention = Annotated[
     str | None, typer.Option(help="Attention implementation of the model, such as 'eager'; its own if not given.")
@@ -118,7 +117,7 @@ def demo(
     # Inside the commands, so that help and wrong usage need not wait for torch.
     from zerotuning.demo import embedded, report, run_demo
 
-    _choice("--heads", heads, ("profile", "uniform"))
+    choice("--heads", heads, ("profile", "uniform"))
     loaded, tokenizer = _load(model, dtype, attention)
     texts = embedded().rated_texts("movie")
     result = run_demo(
@@ -134,7 +133,7 @@ def demo(
         seed=seed,
         batch_rows=batch_rows,
     )
-    _print(result.to_json() if as_json else report(result))
+    print_result(result.to_json() if as_json else report(result))
 
 
 @app.command("profile", epilog="Example: zerotuning profile --task sst2 --data dev.jsonl --out profile.json")
@@ -155,7 +154,7 @@ def profile_command(
     metric: Annotated[
         str | None,
         typer.Option(
-            help=f"{_alternatives(_CRITERIA)}; the accuracy if not given, or the log-likelihood by gradient. The two "
+            help=f"{alternatives(_CRITERIA)}; the accuracy if not given, or the log-likelihood by gradient. The two "
             "entropies need no labels."
         ),
     ] = None,
@@ -173,20 +172,20 @@ def profile_command(
     """See how each unit of heads answers when it is scaled alone."""
     _check_profile_options(method, granularity, tolerance, operator)
     if metric is not None:
-        _choice("--metric", metric, _CRITERIA)
+        choice("--metric", metric, _CRITERIA)
     if method == "gradient":
-        _refuse_idle(context, ("resume", "configs_per_pass"), "to --method gradient, which is one pass")
-    _check_different_files(data=data, out=out, plot=plot, resume=resume)
+        refuse_idle(context, ("resume", "configs_per_pass"), "to --method gradient, which is one pass")
+    check_different_files(data=data, out=out, plot=plot, resume=resume)
     spec = _task(task, template, labels, text_column, label_column)
-    chosen_layers = _layers(layers)
+    chosen_layers = layer_numbers(layers)
     examples = spec.read(data, labelled=metric not in _OBJECTIVES)[:limit]
-    from zerotuning.config import ModelId, check_writable
-    from zerotuning.plots import check_picture, plot_profile
+    from zerotuning.config import ModelId
+    from zerotuning.plots import plot_profile
     from zerotuning.profiling import HeadProfiler
 
     check_writable(out)
     if plot is not None:
-        check_picture(plot)
+        check_picture(plot, extra="zerotuning[plot]")
     loaded, tokenizer = _load(model, dtype, attention)
     options: dict[str, Any] = {
         "method": method,
@@ -208,7 +207,7 @@ def profile_command(
     if plot is not None:
         plot_profile(found, plot)
     if as_json:
-        _print(body)
+        print_result(body)
         return
     lines = [
         f"{found.metric} {found.baseline:.4f} untouched; change with gamma {found.gamma_probe:g} on one unit alone"
@@ -220,7 +219,7 @@ def profile_command(
         lines.append(f"{name} {which:>6}  {delta:>+9.4f}  sign test p = {p_value:<8.2g} {found.kind(unit)}")
     if len(rows) > _SHOWN_UNITS:
         lines.append(f"and {len(rows) - _SHOWN_UNITS} units with smaller changes")
-    _print("\n".join([*lines, "", f"profile: {out}", *([] if plot is None else [f"picture: {plot}"])]))
+    print_result("\n".join([*lines, "", f"profile: {out}", *([] if plot is None else [f"picture: {plot}"])]))
 
 
 @app.command("calibrate", epilog="Example: zerotuning calibrate --task sst2 --data dev.jsonl --out sst2.json")
@@ -239,7 +238,7 @@ def calibrate_command(
     mode: Annotated[
         str, typer.Option(help="'supervised' by labels, or 'unsupervised' by the model's own entropy.")
     ] = "supervised",
-    metric: Annotated[str, typer.Option(help=f"What to maximise with labels: {_alternatives(_METRICS)}.")] = "accuracy",
+    metric: Annotated[str, typer.Option(help=f"What to maximise with labels: {alternatives(_METRICS)}.")] = "accuracy",
     objective: Annotated[
         str, typer.Option(help="What to minimise without: 'entropy' over the vocabulary or 'label_entropy'.")
     ] = "entropy",
@@ -251,7 +250,7 @@ def calibrate_command(
     granularity: Granularity = "head_index",
     gamma_probe: GammaProbe = 2.0,
     p: Annotated[float, typer.Option(help="Share of the units to scale after profiling.")] = 0.4,
-    combine: Annotated[str, typer.Option(help=f"Which of them: {_alternatives(_COMBINE)}.")] = "dominant",
+    combine: Annotated[str, typer.Option(help=f"Which of them: {alternatives(_COMBINE)}.")] = "dominant",
     tolerance: Tolerance = None,
     grid: Annotated[str | None, typer.Option(help="Factors to try, separated by commas.")] = None,
     refine: Annotated[bool, typer.Option("--refine", help="Search on between the best factor's neighbours.")] = False,
@@ -275,32 +274,32 @@ def calibrate_command(
         ("--objective", objective, _OBJECTIVES),
         ("--combine", combine, _COMBINE),
     ):
-        _choice(option, value, allowed)
+        choice(option, value, allowed)
     if profile is not None and heads == "uniform":
         raise typer.BadParameter("it says which heads to scale, and --heads uniform scales all", param_hint="--profile")
     if mode == "supervised":
-        _refuse_idle(context, ("objective",), "to --mode supervised, which maximises --metric")
+        refuse_idle(context, ("objective",), "to --mode supervised, which maximises --metric")
     else:
-        _refuse_idle(context, ("metric",), "to --mode unsupervised, which minimises --objective")
+        refuse_idle(context, ("metric",), "to --mode unsupervised, which minimises --objective")
     if heads == "uniform":
-        _refuse_idle(context, (*_OF_PROFILING, *_OF_SELECTION, "seed"), "to --heads uniform, which makes no profile")
+        refuse_idle(context, (*_OF_PROFILING, *_OF_SELECTION, "seed"), "to --heads uniform, which makes no profile")
     if profile is not None:
-        _refuse_idle(context, (*_OF_PROFILING, "layers"), "beside --profile, which has its own")
+        refuse_idle(context, (*_OF_PROFILING, "layers"), "beside --profile, which has its own")
     if combine != "random":
-        _refuse_idle(context, ("seed",), f"to --combine {combine}, which draws nothing")
-    _check_different_files(data=data, out=out, profile=profile, plot=plot, resume=resume)
+        refuse_idle(context, ("seed",), f"to --combine {combine}, which draws nothing")
+    check_different_files(data=data, out=out, profile=profile, plot=plot, resume=resume)
     spec = _task(task, template, labels, text_column, label_column)
-    gammas, chosen_layers = None if grid is None else _grid(grid), _layers(layers)
+    gammas, chosen_layers = None if grid is None else numbers("--grid", grid), layer_numbers(layers)
     # Before torch is loaded, so that a mistake in the data is told at once.
     examples = spec.read(data, labelled=mode == "supervised")[:limit]
     from zerotuning.calibration import DEFAULT_GRID, calibrate
-    from zerotuning.config import ModelId, check_writable
-    from zerotuning.plots import check_picture, plot_curve
+    from zerotuning.config import ModelId
+    from zerotuning.plots import plot_curve
     from zerotuning.report import describe_choice
 
     check_writable(out)
     if plot is not None:
-        check_picture(plot)
+        check_picture(plot, extra="zerotuning[plot]")
     given = None if profile is None else _read_profile(profile)
     loaded, tokenizer = _load(model, dtype, attention)
     options: dict[str, Any] = {
@@ -339,7 +338,7 @@ def calibrate_command(
     if plot is not None:
         plot_curve(result, plot, labels=spec.labels)
     if as_json:
-        _print(
+        print_result(
             {
                 "schema": _CALIBRATION_SCHEMA,
                 "version": 1,
@@ -352,7 +351,7 @@ def calibrate_command(
         return
     lines = [*_curve_table(result, spec.labels), "", describe_choice(result)]
     lines += [*(f"note: {each}" for each in result.warnings), f"configuration: {out}"]
-    _print("\n".join([*lines, *([] if plot is None else [f"picture: {plot}"])]))
+    print_result("\n".join([*lines, *([] if plot is None else [f"picture: {plot}"])]))
 
 
 @app.command("eval", epilog="Example: zerotuning eval --task sst2 --data test.jsonl --config sst2.json")
@@ -387,9 +386,9 @@ def eval_command(
     """
     names = list(dict.fromkeys(baseline or ()))
     for name in names:
-        _choice("--baseline", name, _BASELINES)
+        choice("--baseline", name, _BASELINES)
     if "random_heads" not in names:
-        _refuse_idle(context, ("seed",), "without --baseline random_heads, as nothing is drawn")
+        refuse_idle(context, ("seed",), "without --baseline random_heads, as nothing is drawn")
     spec = _task(task, template, labels, text_column, label_column)
     examples = spec.read(data, labelled=True)[:limit]
     from zerotuning.config import ZeroTuningConfig
@@ -426,13 +425,13 @@ def eval_command(
             name: {"scores": each.vanilla.to_json(), "paired_with_tuned": each.to_json()["paired"]}
             for name, each in beside.items()
         }
-        _print({**result.to_json(), "baselines": of_baselines})
+        print_result({**result.to_json(), "baselines": of_baselines})
         return
     lines = comparison_table(result)
     for name, comparison in beside.items():
         _, *rest, _ = comparison_table(comparison)
         lines += ["", f"{'(tuned against a baseline)':<28}{name:<23}tuned", *rest]
-    _print("\n".join(lines))
+    print_result("\n".join(lines))
 
 
 @app.command(epilog="Example: zerotuning show zerotuning-demo.json")
@@ -447,7 +446,7 @@ def show(
     identity = loaded.model_id
     gammas = loaded.log_gamma.exp()
     if as_json:
-        _print(
+        print_result(
             {
                 "model": {"type": identity.type, "layers": identity.layers, "query_heads": identity.query_heads},
                 "granularity": loaded.granularity,
@@ -465,7 +464,7 @@ def show(
     lines += _factor_lines(loaded)
     for name, value in loaded.meta.get("calibration", {}).items():
         lines.append(f"{name}: {value}")
-    _print("\n".join(lines))
+    print_result("\n".join(lines))
 
 
 @app.command(epilog="Example: zerotuning generate --config zerotuning-demo.json 'The capital of France is'")
@@ -477,13 +476,13 @@ def generate(
     attention: Attention = None,
     path: Annotated[
         str,
-        typer.Option(help=f"Which of the ways to compute the exact operator: {_alternatives(_PATHS)}."),
+        typer.Option(help=f"Which of the ways to compute the exact operator: {alternatives(_PATHS)}."),
     ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, greedily.")] = 32,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with the untouched model and under a configuration."""
-    _choice("--path", path, _PATHS)
+    choice("--path", path, _PATHS)
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -508,7 +507,7 @@ def generate(
                 **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
             )
         texts[name] = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    _print(texts if as_json else "\n".join(f"{name}: {text!r}" for name, text in texts.items()))
+    print_result(texts if as_json else "\n".join(f"{name}: {text!r}" for name, text in texts.items()))
 
 
 @app.command("plot", epilog="Example: zerotuning plot profile.json --out profile.svg")
@@ -522,18 +521,17 @@ def plot_command(
 ) -> None:
     """Draw a head profile, a configuration, or the curve of a calibration."""
     from zerotuning.config import ZeroTuningConfig
-    from zerotuning.plots import check_picture, plot_config, plot_curve, plot_profile
+    from zerotuning.plots import plot_config, plot_curve, plot_profile
 
-    check_picture(out)
-    body = _read_json(file)
+    check_picture(out, extra="zerotuning[plot]")
+    body = read_json_object(file)
     if body.get("schema") == _PROFILE_SCHEMA:
         plot_profile(_read_profile(file)[0], out)
     elif body.get("schema") == _CALIBRATION_SCHEMA:
-        _check_version(body, file)
-        plot_curve(body, out)
+        plot_curve(read_json(file, schema=_CALIBRATION_SCHEMA, version=1, what="calibration"), out)
     else:
         plot_config(ZeroTuningConfig.load(file), out)
-    _print({"picture": str(out)} if as_json else f"picture: {out}")
+    print_result({"picture": str(out)} if as_json else f"picture: {out}")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -545,55 +543,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 if it ran, 1 if it failed, 2 for wrong usage, 130 if it was interrupted.
     """
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        try:
-            app(args=list(arguments), prog_name="zerotuning")
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else 0
-            if code == INTERRUPTED:
-                print("interrupted", file=sys.stderr)
-            return code
-        except (ValueError, OSError, RuntimeError, ImportError) as error:
-            # What to do about it may stand in a later line of the message.
-            print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-            return 1
-    return 0
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
-
-
-def _print(result: str | Mapping[str, Any]) -> None:
-    print(result if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False))
-
-
-def _choice(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(allowed)}", param_hint=option)
-
-
-def _refuse_idle(context: Context, names: Sequence[str], why: str) -> None:
-    """Options that would be ignored: who gives them expects an effect."""
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"it is of no account {why}; leave it out", param_hint=_option(name))
-
-
-def _check_different_files(**files: Path | None) -> None:
-    """One file for two purposes: the one would overwrite the other."""
-    seen: dict[str, str] = {}
-    for name, path in files.items():
-        if path is not None:
-            other = seen.setdefault(os.path.realpath(path), name)
-            if other != name:
-                raise typer.BadParameter(f"{path} is what {_option(other)} names too", param_hint=_option(name))
-
-
-def _option(parameter: str) -> str:
-    return "--" + parameter.replace("_", "-")
+    return console.run(app, arguments, arguments_called={"model=": "--model "})
 
 
 def _check_profile_options(method: str, granularity: str, tolerance: str | None, operator: str) -> None:
@@ -602,31 +552,9 @@ def _check_profile_options(method: str, granularity: str, tolerance: str | None,
         ("--granularity", granularity, ("head_index", "layer_head", "layer")),
         ("--operator", operator, ("exact", "key", "query")),
     ):
-        _choice(option, value, allowed)
+        choice(option, value, allowed)
     if tolerance is not None:
-        _choice("--tolerance", tolerance, ("example", "sign_test"))
-
-
-def _grid(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of numbers", param_hint="--grid") from None
-
-
-def _layers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise typer.BadParameter(f"{text!r} is no list of layers such as '0-9,12'", param_hint="--layers")
-        stretch = range(int(first), int(last if dash else first) + 1)
-        if stretch.stop > _MOST_LAYERS:
-            raise typer.BadParameter(f"no model has a layer {stretch.stop - 1}", param_hint="--layers")
-        found += stretch
-    return found
+        choice("--tolerance", tolerance, ("example", "sign_test"))
 
 
 def _task(
@@ -635,7 +563,7 @@ def _task(
     if name.endswith(".json"):
         base = TaskSpec.load(name)
     else:
-        _choice("--task", name, tuple(TASKS))
+        choice("--task", name, tuple(TASKS))
         base = TASKS[name]
     changes: dict[str, Any] = {}
     if template is not None:
@@ -652,19 +580,7 @@ def _task(
     return dataclasses.replace(base, **changes)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a complete JSON file ({error}); it may be truncated") from None
-    if not isinstance(body, dict):
-        raise ValueError(f"{path} holds no JSON object")  # noqa: TRY004  # the file is wrong, not the caller's type
-    return body
-
-
 def _save_profile(profile: "HeadProfile", model: "ModelId", task: str, path: Path) -> dict[str, Any]:
-    from zerotuning.config import write_atomically
-
     body = {
         "schema": _PROFILE_SCHEMA,
         "version": 1,
@@ -672,25 +588,15 @@ def _save_profile(profile: "HeadProfile", model: "ModelId", task: str, path: Pat
         "task": task,
         **profile.to_json(),
     }
-    write_atomically(path, json.dumps(body, indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(body, indent=1, allow_nan=False) + "\n")
     return body
-
-
-def _check_version(body: Mapping[str, Any], path: Path) -> None:
-    if body.get("version") != 1:
-        raise ValueError(
-            f"{path} has version {body.get('version')!r}; this zerotuning reads version 1: install a newer one"
-        )
 
 
 def _read_profile(path: Path) -> "tuple[HeadProfile, ModelId]":
     from zerotuning.config import ModelId
     from zerotuning.profiling import HeadProfile
 
-    body = _read_json(path)
-    if body.get("schema") != _PROFILE_SCHEMA:
-        raise ValueError(f"{path} is no head profile: its 'schema' is not {_PROFILE_SCHEMA!r}")
-    _check_version(body, path)
+    body = read_json(path, schema=_PROFILE_SCHEMA, version=1, what="head profile")
     try:
         return HeadProfile.from_json(body), ModelId(**body["model"])
     except (KeyError, TypeError, ValueError) as error:
@@ -765,48 +671,15 @@ def _curve_table(result: "CalibrationResult", labels: Sequence[str]) -> list[str
 
 
 def _load(place: str | None, dtype: str | None, attention: str | None) -> tuple[Any, Any]:
-    model, tokenizer = _load_plain(place, dtype)
-    if attention is not None:
-        model.set_attn_implementation(attention)
-    return model, tokenizer
-
-
-def _load_plain(place: str | None, dtype: str | None) -> tuple[Any, Any]:
-    import torch
-
-    if dtype is None:
-        dtype = "bfloat16" if torch.cuda.is_available() or _has_fast_bfloat16() else "float32"
-    _choice("--dtype", dtype, _DTYPES)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype is not None:
+        choice("--dtype", dtype, DTYPES)
     if place is None:
         from zerotuning.demo import embedded
 
-        return embedded().load_smollm2(dtype=dtype, device=device)  # type: ignore[no-any-return]  # optional package
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    # What looks like a path is one: only a plain name, with or without its owner, is asked for on the model hub.
-    if not place or (not Path(place).is_dir() and (Path(place).exists() or place[:1] in "/.~" or place.count("/") > 1)):
-        raise ValueError(f"--model {place!r}: there is no such folder")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        both: Any = AutoModelForCausalLM.from_pretrained(
-            place, dtype=getattr(torch, dtype), trust_remote_code=False, output_loading_info=True
-        )
-    except Exception as error:  # files can be broken in more ways than their readers have errors for
-        raise ValueError(f"--model {place} cannot be loaded: {error}") from None
-    model, loading = both
-    # transformers fills them with random numbers and only warns.
-    if missing := sorted(loading["missing_keys"]):
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ValueError(f"--model {place} cannot be loaded: its files lack the weights {shown}")
-    return model.to(device).eval(), tokenizer
-
-
-def _has_fast_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively; without that it is slower than float32."""
-    import torch
-
-    # Not in every torch that this package runs with.
-    read = getattr(torch.cpu, "get_capabilities", dict)
-    capabilities: Mapping[str, Any] = read()
-    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "sve_bf16"))
+        loaded = embedded().load_smollm2(dtype=dtype or default_dtype(), device=default_device())
+    else:
+        loaded = load_language_model(place, dtype=dtype)
+    model, tokenizer = loaded
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    return model, tokenizer

@@ -6,15 +6,14 @@ import json
 import math
 import operator
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from separata_core.models import head_counts
+from separata_kit.files import digest, read_json, versions, write_text
 from torch import Tensor, nn
 
 from zerotuning.operator import clamp_log_gamma
@@ -418,14 +417,14 @@ class ZeroTuningConfig:
             "granularity": self.granularity,
             "gamma": entries,
             "meta": dict(self.meta),
-            "versions": _versions(),
+            "versions": versions("zerotuning", "torch", "transformers"),
         }
         # Through JSON once, so that the digest is of what will be read: keys become strings there, tuples lists.
         try:
             body = json.loads(json.dumps(body, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"meta must hold what JSON can, and no nan: {error}") from None
-        write_atomically(Path(path), json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n")
+        write_text(path, json.dumps({**body, "sha256": digest(body)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ZeroTuningConfig":
@@ -441,23 +440,11 @@ class ZeroTuningConfig:
             ValueError: The file is truncated, altered, of another kind, or from a newer version of this package.
             OSError: It cannot be read.
         """
-        try:
-            body = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a complete JSON file ({error}); it may be truncated") from None
-        if not isinstance(body, dict) or body.get("schema") != SCHEMA:
-            raise ValueError(f"{path} is no zerotuning configuration: its 'schema' is not {SCHEMA!r}")
-        found = body.get("version")
-        if not isinstance(found, int) or found < 1:
-            raise ValueError(f"{path} has no valid 'version' (found {found!r})")
-        if found > SCHEMA_VERSION:
-            raise ValueError(
-                f"{path} has version {found}; this zerotuning reads up to version {SCHEMA_VERSION}: install a newer one"
-            )
-        if body.pop("sha256", None) != _digest(body):
+        body = read_json(path, schema=SCHEMA, version=SCHEMA_VERSION, what="zerotuning configuration")
+        if body.pop("sha256", None) != digest(body):
             raise ValueError(f"{path} was altered after it was written: its contents do not match its 'sha256'")
         _check_options(body.get("mode"), body.get("granularity"))
-        if found == 1 and not _fits_version_1(body["mode"], body["granularity"]):
+        if body["version"] == 1 and not _fits_version_1(body["mode"], body["granularity"]):
             raise ValueError(
                 f"{path} is no valid configuration: version 1 has no mode {body['mode']!r} with granularity "
                 f"{body['granularity']!r}"
@@ -502,73 +489,3 @@ def _check_groups(log_gamma: Tensor, key_value_heads: int) -> None:
             f"mode='key' scales the key of a whole group of query heads, but in layer {layer} the heads {heads} of "
             f"key/value head {group} have the gammas {gammas}; give them one gamma, or use mode='exact'"
         )
-
-
-def check_writable(path: Path) -> None:
-    """Refuse, before the work, a place where a file cannot be written after it.
-
-    Args:
-        path: The file to come.
-
-    Raises:
-        OSError: Its folder does not exist or may not be written to, or a folder or a device is in its place.
-    """
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file")
-    _refuse_special(path)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"the folder of {path} does not exist")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise type(error)(f"the folder of {path} cannot be written to: {error.strerror}") from None
-
-
-def _refuse_special(path: Path) -> None:
-    if path.exists() and not path.is_file():
-        # To move a file into the place of a device would replace the device.
-        raise OSError(f"{path} is a device or the like; name an ordinary file")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file beside its place and move it there.
-
-    Args:
-        path: The file, replaced if it exists.
-        text: Its contents.
-
-    Raises:
-        OSError: It cannot be written, or is a device or the like.
-    """
-    _refuse_special(path)
-    # A link stays one, and the file that it leads to is replaced.
-    path = path.resolve()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)  # mkstemp makes it private; a configuration is meant to be shared
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("zerotuning", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # a vendored copy has no distribution of its own
-            found[name] = "unknown"
-    return found

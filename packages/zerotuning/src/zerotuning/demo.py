@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from separata_kit.files import check_writable
 from torch import nn
 
 from zerotuning.calibration import CalibrationResult, calibrate
-from zerotuning.config import ModelId, check_writable
+from zerotuning.config import ModelId
 from zerotuning.evaluation import Evaluation, evaluate
 from zerotuning.report import comparison_table, describe_choice, heads_of
 from zerotuning.tasks import TASKS, Example

@@ -4,13 +4,13 @@ Drawn without pyplot, so nothing global changes and no display is needed. The sa
 byte, with the same matplotlib.
 """
 
-import io
 import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from separata_kit.pictures import draw_on, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from zerotuning.config import ZeroTuningConfig
     from zerotuning.profiling import HeadProfile
 
-FORMATS = (".png", ".svg")
-"""Endings of picture files."""
+_HOW: Mapping[str, Any] = {"name": "zerotuning", "extra": "zerotuning[plot]"}
 
 _NUMBERS = {
     "accuracy": "accuracy over all items",
@@ -32,25 +31,6 @@ _NUMBERS = {
 # Where a legend covers nothing.
 _BESIDE: Mapping[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
 _ENTROPIES = {"entropy": "entropy over\nthe vocabulary (nats)", "label_entropy": "entropy over\nthe label words (nats)"}
-
-
-def check_picture(path: str | os.PathLike[str]) -> None:
-    """Refuse, before the work, a picture that could not be drawn after it.
-
-    Args:
-        path: The file to come.
-
-    Raises:
-        ValueError: It ends neither in `.png` nor in `.svg`.
-        ImportError: The extra `plot` is not installed.
-        OSError: The file cannot be written there.
-    """
-    from zerotuning.config import check_writable
-
-    if Path(path).suffix.lower() not in FORMATS:
-        raise ValueError(f"{path} must end in {' or '.join(FORMATS)}")
-    _figure_class()
-    check_writable(Path(path))
 
 
 def plot_profile(profile: "HeadProfile", target: "str | os.PathLike[str] | Axes") -> None:
@@ -99,7 +79,7 @@ def plot_profile(profile: "HeadProfile", target: "str | os.PathLike[str] | Axes"
         if columns == 1:
             axes.set_xticks([0], ["all heads"])
 
-    _on(target, draw, _map_size(rows, columns))
+    draw_on(target, draw, size=_map_size(rows, columns), **_HOW)
 
 
 def plot_config(config: "ZeroTuningConfig", target: "str | os.PathLike[str] | Axes") -> None:
@@ -120,7 +100,7 @@ def plot_config(config: "ZeroTuningConfig", target: "str | os.PathLike[str] | Ax
     def draw(axes: "Axes") -> None:
         _heat_map(axes, values, title)
 
-    _on(target, draw, _map_size(config.model_id.layers, config.model_id.query_heads))
+    draw_on(target, draw, size=_map_size(config.model_id.layers, config.model_id.query_heads), **_HOW)
 
 
 def plot_curve(
@@ -185,7 +165,7 @@ def plot_curve(
             axes.label_outer()
 
     if isinstance(target, str | os.PathLike):
-        _to_file(Path(target), draw, (9, 2.2 * len(panels) + 0.4))
+        save_picture(target, draw, size=(9, 2.2 * len(panels) + 0.4), **_HOW)
     else:
         draw_first(target)
 
@@ -267,42 +247,3 @@ def _heat_map(axes: "Axes", values: Sequence[Sequence[float]], title: str) -> No
 def _map_size(rows: int, columns: int) -> tuple[float, float]:
     """Inches that give each cell of a heat map some room."""
     return min(14.0, 3.6 + 0.28 * columns), min(14.0, 1.8 + 0.22 * rows)
-
-
-def _figure_class() -> "type[Figure]":
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise ImportError("pictures need the extra 'plot': pip install 'zerotuning[plot]'") from None
-    return Figure
-
-
-def _on(target: "str | os.PathLike[str] | Axes", draw: "Callable[[Axes], None]", size: tuple[float, float]) -> None:
-    """Draw into given axes, or into axes of their own in a file."""
-    if isinstance(target, str | os.PathLike):
-        _to_file(Path(target), lambda figure: draw(figure.subplots()), size)
-    else:
-        draw(target)
-
-
-def _to_file(path: Path, draw: "Callable[[Figure], None]", size: tuple[float, float]) -> None:
-    check_picture(path)
-    figure_class = _figure_class()
-    import matplotlib
-
-    kind = path.suffix.lower()[1:]
-    content = io.BytesIO()
-    # Without these, identifiers are random and the file carries the time it was written.
-    with matplotlib.rc_context({"svg.hashsalt": "zerotuning"}):
-        figure = figure_class(figsize=size, layout="constrained")
-        draw(figure)
-        figure.savefig(content, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
-    temporary = path.absolute().with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content.getvalue())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

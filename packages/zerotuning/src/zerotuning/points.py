@@ -2,16 +2,15 @@
 
 import base64
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from separata_kit.files import digest
+from separata_kit.journal import Journal
+from separata_kit.language_models import weights_digest
 
 from zerotuning import parallel
 from zerotuning.config import ModelId, ZeroTuningConfig
@@ -32,28 +31,49 @@ def run_identity(scorer: Scorer) -> dict[str, Any]:
     items = [each if isinstance(each, Example) else Example(each) for each in scorer.items]
     return {
         "model": {key: value for key, value in dataclasses.asdict(identity).items() if key != "name"},
-        "weights": _weights_digest(scorer.model),
-        "task": _digest(dataclasses.asdict(scorer.task)),
-        "data": _digest([[each.text, *each.choices] for each in items]),
-        "tokens": _digest([scorer.prompts, scorer.label_tokens]),
+        "weights": weights_digest(scorer.model),
+        "task": digest(dataclasses.asdict(scorer.task))[:32],
+        "data": digest([[each.text, *each.choices] for each in items])[:32],
+        "tokens": digest([scorer.prompts, scorer.label_tokens])[:32],
         "answer_tokens": scorer.answer_tokens,
     }
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+class _Lines(Journal):
+    """The file of points, with lines of its own form."""
 
+    def open(self) -> bytes:
+        """What the file holds, in every process of `torch.distributed`; the first one opens it."""
+        content: bytes | None = None
+        failure = None
+        if parallel.is_first():
+            try:
+                content = super().open()
+            except OSError as error:
+                failure = error
+        # Told to the others before it is raised, as they would wait for ever.
+        found = parallel.from_first(content)
+        if failure is not None:
+            raise failure
+        if found is None:
+            raise OSError(f"the first process cannot read or write {self.path}")
+        return found
 
-def _weights_digest(model: nn.Module) -> str:
-    """A digest of a few values of every weight: enough to tell models, checkpoints and types apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        # Those spread over processes are put together, one at a time; of those offloaded the shape has to do.
-        whole: Any = parameter.detach()
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        values = None if whole.is_meta else whole.flatten()[:8].float().tolist()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values}\n".encode())
-    return digest.hexdigest()[:32]
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a line, by the first process."""
+        if parallel.is_first():
+            super().write(record)
+
+    def encode(self, key: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The object of a line."""
+        record = {"config": key, **row}
+        return {**record, "sha256": digest(record)[:32]}
+
+    def decode(self, record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """What it holds."""
+        if record.pop("sha256") != digest(record)[:32]:
+            raise ValueError("it was altered")
+        return str(record.pop("config")), record
 
 
 class PointLog:
@@ -74,10 +94,8 @@ class PointLog:
             path: The file, or None to keep points in memory.
             run: What identifies the run, as JSON.
         """
-        self.path = None if path is None else Path(path)
-        self._header = {"schema": self.SCHEMA, "version": self.VERSION, **run}
+        self._lines = _Lines(path, run, schema=self.SCHEMA, version=self.VERSION, what="file of calibration points")
         self._points: dict[str, Predictions] = {}
-        self._file: Any = None
 
     def __enter__(self) -> "PointLog":
         """Read what is there and open the file for appending.
@@ -87,52 +105,14 @@ class PointLog:
                 line was damaged or altered.
             OSError: The file cannot be read or written, or another run has it open.
         """
-        if self.path is None:
-            return self
-        content = self._shared()
-        whole = content[: content.rfind(b"\n") + 1]
-        # Without a line of its own it must be the beginning of ours.
-        lines = whole.splitlines() or ([] if _line(self._header).startswith(content) else [content])
-        try:
-            for number, line in enumerate(lines, start=1):
-                self._read(number, line)
-            if self._file is not None:
-                if len(whole) < len(content):
-                    self._file.truncate(len(whole))
-                if not whole:
-                    self._write(self._header)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+        self._lines.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _shared(self) -> bytes:
-        """What the file holds, in every process; the first one opens it."""
-        content: bytes | None = None
-        failure = None
-        if parallel.is_first() and self.path is not None:
-            try:
-                self._file = self.path.open("ab")
-                _lock(self._file, self.path)
-                content = self.path.read_bytes()
-            except OSError as error:
-                self.__exit__(None, None, None)
-                failure = error
-        # Told to the others before it is raised, as they would wait for ever.
-        found = parallel.from_first(None if failure else content)
-        if failure is not None:
-            raise failure
-        if found is None:
-            raise OSError(f"the first process cannot read or write {self.path}")
-        return found
+        self._lines.__exit__(kind, error, trace)
 
     def get(self, key: str) -> Predictions | None:
         """A point, if it was evaluated.
@@ -143,6 +123,8 @@ class PointLog:
         Returns:
             Its predictions, or None.
         """
+        if key not in self._points and (row := self._lines.get(key)) is not None:
+            self._points[key] = _predictions(row)
         return self._points.get(key)
 
     def append(self, key: str, predictions: Predictions) -> None:
@@ -152,16 +134,14 @@ class PointLog:
             key: Fingerprint of its configuration.
             predictions: The answers.
         """
+        flat = [value for each in predictions.label_log_probs for value in each]
+        row = {
+            "parsed": list(predictions.parsed),
+            "label_log_probs": _pack(flat),
+            "entropies": _pack(predictions.entropies),
+        }
+        self._lines.append(key, row)
         self._points[key] = predictions
-        if self._file is not None:
-            flat = [value for each in predictions.label_log_probs for value in each]
-            record = {
-                "config": key,
-                "parsed": list(predictions.parsed),
-                "label_log_probs": _pack(flat),
-                "entropies": _pack(predictions.entropies),
-            }
-            self._write({**record, "sha256": _digest(record)})
 
     def answers(
         self,
@@ -195,52 +175,6 @@ class PointLog:
             for key, predictions in zip(group, scorer.predict(list(group.values()), advance=advance), strict=True):
                 self.append(key, predictions)
         return [self._points[key] for key in keys]
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(_line(record))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _read(self, number: int, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-            intact = number == 1 or record.pop("sha256") == _digest(record)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            record, intact = None, number == 1
-        if not intact:
-            raise ValueError(f"{self.path}, line {number}, is damaged or was altered; delete the file to start anew")
-        if number > 1:
-            self._points[record["config"]] = _predictions(record)
-        elif record != self._header:
-            if not isinstance(record, dict) or record.get("schema") != self.SCHEMA:
-                raise ValueError(f"{self.path} is no file of calibration points; it is left as it is")
-            if record.get("version") != self.VERSION:
-                raise ValueError(
-                    f"{self.path} has version {record.get('version')!r} of the file of calibration points and this "
-                    f"zerotuning continues version {self.VERSION}: give another file, or delete it"
-                )
-            wrong = ", ".join(sorted(key for key in self._header if record.get(key) != self._header[key]))
-            raise ValueError(
-                f"{self.path} was made for another run (different {wrong}); give another file, or delete it"
-            )
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
-
-
-def _lock(file: Any, path: Path) -> None:
-    """Keep other runs out, as two of them would write into each other's lines."""
-    try:
-        import fcntl
-    except ImportError:  # there is none on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OSError(f"{path} is in use by another run; wait for it, or give another file") from None
-    except OSError:  # some network file systems have no locks
-        return
 
 
 def _pack(values: Sequence[float]) -> str:

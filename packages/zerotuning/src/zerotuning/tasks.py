@@ -6,11 +6,13 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
+from separata_kit.files import read_json_object, write_text
+from separata_kit.rows import column, is_text, read_rows, text
+
+from zerotuning.choices import choices
 from zerotuning.metrics import UNPARSED
-from zerotuning.rows import choices, column, is_text, read_rows, text
 
 Kind = Literal["classification", "multiple_choice"]
 
@@ -203,7 +205,8 @@ class TaskSpec:
         """Read items from a file.
 
         Args:
-            path: A `.csv` (with a header), `.jsonl` or, with the `data` extra, `.parquet` file; UTF-8.
+            path: A `.csv` (with a header), `.jsonl` or, with the `data` extra, `.parquet` file; UTF-8. Without labels
+                also a `.txt` file, of which each line is a text.
             labelled: As for `examples`.
 
         Returns:
@@ -214,7 +217,10 @@ class TaskSpec:
             ImportError: A `.parquet` file without the `data` extra.
             OSError: The file cannot be read.
         """
-        return [self._example(row, place, labelled) for place, row in read_rows(Path(path))]
+        return [
+            self._example(row, place, labelled)
+            for place, row in read_rows(path, extra="zerotuning[data]", text_column=self.text_column)
+        ]
 
     def examples(self, rows: Iterable[Mapping[str, Any]], labelled: bool | None = None) -> list[Example]:
         """Take items from rows, such as those of a `datasets.Dataset`.
@@ -337,11 +343,8 @@ class TaskSpec:
         Args:
             path: The file, replaced if it exists.
         """
-        # Loads torch, which tasks themselves do without.
-        from zerotuning.config import write_atomically
-
         body = {"schema": SCHEMA, "version": SCHEMA_VERSION, **self.to_json()}
-        write_atomically(Path(path), json.dumps(body, indent=1) + "\n")
+        write_text(path, json.dumps(body, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "TaskSpec":
@@ -357,12 +360,9 @@ class TaskSpec:
             ValueError: No JSON object, of another kind, from a newer version of this package, or no valid task.
             OSError: It cannot be read.
         """
-        try:
-            body = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a complete JSON file ({error}); it may be truncated") from None
-        if not isinstance(body, dict) or body.pop("schema", SCHEMA) != SCHEMA:
-            raise ValueError(f"{path} is no task: it must be a JSON object, with 'schema' {SCHEMA!r} if at all")
+        body = read_json_object(path)
+        if body.pop("schema", SCHEMA) != SCHEMA:
+            raise ValueError(f"{path} is no task: its 'schema' must be {SCHEMA!r} if it has one")
         version = body.pop("version", SCHEMA_VERSION)
         if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
             raise ValueError(

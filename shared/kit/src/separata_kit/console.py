@@ -151,6 +151,10 @@ def print_text(text: str) -> None:
     print(text, flush=True)
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False)
+
+
 def print_json(value: Any) -> None:
     """Print a result for machines.
 
@@ -161,7 +165,20 @@ def print_json(value: Any) -> None:
         TypeError: JSON cannot hold it.
         ValueError: It holds a number that is not finite.
     """
-    print_text(json.dumps(value, indent=1, allow_nan=False))
+    print_text(_json(value))
+
+
+def print_result(result: str | Mapping[str, Any]) -> None:
+    """Print a result, for people or for machines.
+
+    Args:
+        result: Text, or an object that is printed as JSON.
+
+    Raises:
+        TypeError: JSON cannot hold it.
+        ValueError: It holds a number that is not finite.
+    """
+    print_text(result if isinstance(result, str) else _json(result))
 
 
 def alternatives(names: Iterable[str]) -> str:

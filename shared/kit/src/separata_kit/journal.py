@@ -217,7 +217,7 @@ class Journal:
             raise ValueError(f"{self.path} is no {self._what}; it is left as it is")
         if record.get("version") != self._header["version"]:
             raise ValueError(
-                f"{self.path} is a {self._what} of version {record.get('version')!r}, and this "
+                f"{self.path} has version {record.get('version')!r} of a {self._what}, and this "
                 f"{self._header['schema'].partition('/')[0]} continues version {self._header['version']}: give another "
                 "file, or delete it"
             )
