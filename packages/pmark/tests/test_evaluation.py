@@ -11,8 +11,8 @@ from pmark.samplers import Continuation
 from pmark.semstamp import SemStamp
 from pmark.sentence_watermark import Unmarked
 
-PROMPTS = [f"The storm number {number} had passed." for number in range(6)]
-HUMAN = [" ".join(f"On day {text} the tide {line} came." for line in range(9)) for text in range(20)]
+PROMPTS = [f"The storm number {number} had passed." for number in range(3)]
+HUMAN = [" ".join(f"On day {text} the tide {line} came." for line in range(5)) for text in range(12)]
 
 
 def encode(texts):
@@ -46,9 +46,9 @@ def run(sampler, journal=None, methods=("semstamp", "unmarked"), **options):
         HUMAN,
         options.pop("attacks", [SentenceShuffle()]),
         sampler=sampler,
-        max_sentences=6,
+        max_sentences=4,
         journal=journal,
-        batch_size=4,
+        batch_size=2,
         draws=60,
         progress=False,
         **options,
@@ -58,7 +58,7 @@ def run(sampler, journal=None, methods=("semstamp", "unmarked"), **options):
 @pytest.fixture(scope="module")
 def table():
     pytest.importorskip("sklearn", reason="needs the extra 'evaluation'")
-    return run(Draws(), encoder=encode, clusters=4)
+    return run(Draws(), encoder=encode, clusters=3)
 
 
 def test_rows_tell_how_well_each_is_found_and_what_it_costs(table):
@@ -67,20 +67,20 @@ def test_rows_tell_how_well_each_is_found_and_what_it_costs(table):
         (name, attack) for name in ("semstamp", "unmarked") for attack in ("none", "sentence-shuffle")
     ]
     marked, shuffled, plain = rows["semstamp", "none"], rows["semstamp", "sentence-shuffle"], rows["unmarked", "none"]
-    # All six sentences green: (6 - 1.5) / sqrt(6 / 4 * 3 / 4).
-    assert marked.mean_z == pytest.approx([4.2426] * 3, abs=1e-4)
+    # All four sentences green: (4 - 1) / sqrt(4 / 4 * 3 / 4).
+    assert marked.mean_z == pytest.approx([3.4641] * 3, abs=1e-4)
     assert marked.tpr_5.value == 1
     assert marked.auc.value == auc(table.scores["semstamp"]["none"], table.scores["semstamp"]["human"])
-    assert shuffled.mean_z.value < 3
+    assert shuffled.mean_z.value < marked.mean_z.value
     assert plain.auc == (0.5, 0.5, 0.5)
     # One region in four is green, the border costs some; drawn by eights.
     assert 4 <= marked.samples.value <= 40
     assert plain.samples.value == 1
     assert marked.rep_3 == shuffled.rep_3
     assert 0 < marked.distinct_2 < 1
-    assert 0 < marked.entropy <= math.log(4)
+    assert 0 < marked.entropy <= math.log(3)
     assert marked.perplexity is None
-    assert len(table.scores["semstamp"]["human"]) == 20
+    assert len(table.scores["semstamp"]["human"]) == 12
 
 
 def test_the_table_is_read_and_saved(table, tmp_path):
@@ -114,7 +114,7 @@ def test_blocks_do_not_share_their_draws():
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
     everything = Draws()
     whole = run(everything, methods=["semstamp"])
-    journal, sampler = tmp_path / "journal.jsonl", Draws(breaks_at=12)
+    journal, sampler = tmp_path / "journal.jsonl", Draws(breaks_at=everything.calls)
     with pytest.raises(KeyboardInterrupt):
         run(sampler, journal, methods=["semstamp"])
     rest = Draws()

@@ -22,7 +22,7 @@ def documents(angles):
 
 def test_marked_text_lies_in_the_interval_and_other_text_gives_gamma():
     rng = np.random.default_rng(3)
-    human = [" ".join(f"Human sentence {rng.integers(10**9)} stood." for _ in range(21)) for _ in range(50)]
+    human = [" ".join(f"Human sentence {rng.integers(10**9)} stood." for _ in range(11)) for _ in range(30)]
     scheme = SimMark(encode, interval=INTERVAL, seed=0).calibrate(human)
     assert 0.1 < scheme.gamma < 0.4
     sampler = CallableSampler(lambda _, count: [f" Sentence {rng.integers(10**9)} was said." for _ in range(count)])
