@@ -9,15 +9,17 @@ import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pmark import __main__, cli, demo, hf_sampler, openai_sampler, paraphrase, report
+from pmark import __main__, cli, demo, evaluation, hf_sampler, kgw, openai_sampler, paraphrase, report
 from pmark.attacks import Attack
 from pmark.key import PMarkKey
 from pmark.samplers import Continuation
+from pmark.sentence_watermark import Unmarked
 from separata_kit import language_models
 
 WORDS = [
@@ -202,7 +204,7 @@ def test_attacks(folder, capsys):
 
 def test_paraphrase_by_what_was_asked_for(folder, capsys, monkeypatch):
     made = []
-    monkeypatch.setattr(cli, "_load_model", lambda *place: place)
+    monkeypatch.setattr(cli, "_load_model", lambda place: ("model", place))
     for name in ("ChatParaphraser", "CausalParaphraser"):
 
         def make(*arguments, name=name, **options):
@@ -215,7 +217,7 @@ def test_paraphrase_by_what_was_asked_for(folder, capsys, monkeypatch):
     assert rows(folder / "a.jsonl")[0]["text"] == "IT WAS A LONG DAY."
     as_json(capsys, *attack, "back-translation", "--model", "m", "--endpoint", "http://localhost:1/v1")
     assert made == [
-        ("CausalParaphraser", "small", None, "document"),
+        ("CausalParaphraser", "model", "small", "document"),
         ("ChatParaphraser", "http://localhost:1/v1", "m", "back_translation"),
     ]
 
@@ -244,6 +246,41 @@ def test_pictures(folder, capsys):
         drawn.add((folder / "p.svg").read_bytes())
     assert len(drawn) == 3
     assert "no 'z'" in output(capsys, "plot", folder / "marked.jsonl", "--out", folder / "p.svg", code=1).err
+
+
+def test_bench(folder, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation, "evaluate", partial(evaluation.evaluate, draws=20))
+    human = [" ".join(Words()._sentence(np.random.default_rng(i * 9 + j))[1:-4] for j in range(5)) for i in range(8)]
+    (folder / "human.txt").write_text("\n".join(human))
+    common = ("bench", "--key", folder / "key.json", "--data", folder / "prompts.txt", "--human", folder / "human.txt")
+    common += ("--out", folder / "table.json", "--samples", "8", "--max-sentences", "4", "--limit", "3")
+    common += ("--attack", "sentence-drop=0.5", "--attack", "sentence-shuffle")
+    more = ("--endpoint", "http://localhost:1/v1", "--model", "m", "--plot", folder / "roc.svg")
+    table = as_json(capsys, *common, *more)
+    attacks = ["none", "sentence-drop-0.5", "sentence-shuffle"]
+    assert [(row["method"], row["attack"]) for row in table["rows"]] == [
+        (method, attack) for method in cli._METHODS[:-1] for attack in attacks
+    ]
+    assert table["rows"][0]["mean_z"][0] > 1
+    assert (folder / "roc.svg").exists()
+    assert json.loads((folder / "table.json").read_text())["rows"] == table["rows"]
+    assert not list(folder.glob("*.journal"))
+    # What has the model itself: perplexity, and the token-level watermark.
+    made = []
+
+    def make(*given, **options):
+        made.append((*given, options["temperature"]))
+        return Unmarked(encode, num_samples=1)
+
+    with_model = SimpleNamespace(
+        model="model", tokenizer="tokenizer", temperature=0.6, top_p=1.0, sample=Words().sample
+    )
+    monkeypatch.setattr(cli._Source, "load", lambda self: with_model)
+    monkeypatch.setattr(kgw, "KGW", make)
+    monkeypatch.setattr(evaluation, "perplexity", lambda texts, *model, prompts: np.full(len(texts), 7.0))
+    shown = output(capsys, *common, "--method", "kgw").out
+    assert made == [("model", "tokenizer", 0.6)]
+    assert "7 [7, 7]" in shown
 
 
 def test_an_interrupted_run_is_continued(folder, capsys, monkeypatch):
@@ -317,16 +354,18 @@ def test_a_killed_run_is_continued(folder, capsys):
     [
         (["generate", "--mode", "sideways"], "'sideways' is none of online, offline"),
         (["generate", "--segmenter", "scissors"], "none of pysbd"),
-        (["generate", "--dtype", "int3"], "none of float32"),
         (["generate", "--chat"], "--endpoint"),
         (["generate", "--endpoint", "http://localhost:1/v1"], "--model"),
-        (["generate", "--endpoint", "http://localhost:1/v1", "--model", "m", "--dtype", "float32"], "--dtype"),
         (["detect", "--alpha", "1"], "--alpha"),
         (["detect", "--out", "results.xml"], ".csv"),
         (["calibrate", "--prior", "calibrated"], "--mode online"),
         (["attack", "--kind", "fire"], "none of word-deletion"),
         (["attack", "--kind", "paraphrase", "--rate", "0.5"], "--rate"),
         (["attack", "--kind", "sentence-drop", "--model", "m"], "--model"),
+        (["bench", "--method", "magic"], "none of online"),
+        (["bench", "--attack", "fire=0.3"], "none of word-deletion"),
+        (["bench", "--attack", "sentence-drop=much"], "no list of numbers"),
+        (["bench", "--method", "kgw", "--model", "m", "--endpoint", "http://localhost:1/v1"], "model itself"),
         (["plot", "--kind", "pie"], "none of histogram"),
         (["plot", "--kind", "roc"], "--unmarked"),
     ],
@@ -339,6 +378,7 @@ def test_wrong_usage(folder, capsys, arguments, told):
         "detect": [data, "--key", key],
         "calibrate": ["--key", key, "--data", data, "--out", out],
         "attack": ["--data", data, "--out", out],
+        "bench": ["--key", key, "--data", data, "--human", data, "--out", out],
         "plot": [data, "--out", str(folder / "p.svg")],
     }[verb]
     captured = output(capsys, verb, *needed, *rest, code=2)
@@ -360,7 +400,7 @@ def test_what_goes_wrong(folder, capsys):
 
 
 def test_the_demo(folder, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_load_model", lambda place, dtype: ("model", "tokenizer"))
+    monkeypatch.setattr(cli, "_load_model", lambda place: ("model", "tokenizer"))
     monkeypatch.setattr(hf_sampler, "HFSampler", lambda model, tokenizer: Words())
     judged = []
 
@@ -383,7 +423,7 @@ def test_the_demo(folder, capsys, monkeypatch):
     texts = [row["text"] for row in rows(folder / "demo.jsonl")]
     assert judged[0] == texts
     assert found["example"] == texts[0]
-    shown = output(capsys, *command, "--seed", "1").out
+    shown = output(capsys, *command, "--max-sentences", "1", "--seed", "1").out
     assert f"{demo.MARKED} " in shown
     assert "+- " in shown
     assert "perplexity, marked less unmarked" in shown
@@ -407,12 +447,12 @@ def test_what_is_loaded(monkeypatch):
     made = []
     monkeypatch.setattr(hf_sampler, "HFSampler", lambda *given, **options: made.append((given, options)))
     monkeypatch.setattr(openai_sampler, "OpenAISampler", lambda *given, **options: made.append((given, options)))
-    monkeypatch.setattr(language_models, "load_language_model", lambda place, dtype: (place, dtype))
+    monkeypatch.setattr(language_models, "load_language_model", lambda place: (place, "tokenizer"))
     drawing = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 9}
-    LOAD_SAMPLER(cli._Source("folder", None, False, "float32", 0.5, 0.9, 9))
-    LOAD_SAMPLER(cli._Source("name", "http://localhost:1/v1", True, None, 0.5, 0.9, 9))
+    LOAD_SAMPLER(cli._Source("folder", None, False, 0.5, 0.9, 9))
+    LOAD_SAMPLER(cli._Source("name", "http://localhost:1/v1", True, 0.5, 0.9, 9))
     assert made == [
-        (("folder", "float32"), drawing),
+        (("folder", "tokenizer"), drawing),
         (("http://localhost:1/v1", "name"), {**drawing, "mode": "chat"}),
     ]
     assert LOAD_ENCODER("folder") == "folder"
@@ -423,8 +463,10 @@ def test_default_models(monkeypatch, block_imports):
         load_smollm2=lambda dtype, device: ("model", dtype), load_sentence_encoder=lambda: "encoder"
     )
     monkeypatch.setitem(sys.modules, "separata_embedded", embedded)
+    monkeypatch.setattr(language_models, "default_dtype", lambda: "float16")
+    monkeypatch.setattr(language_models, "default_device", lambda: "cpu")
     assert LOAD_ENCODER(None) == "encoder"
-    assert cli._load_model(None, "float16") == ("model", "float16")
+    assert cli._load_model(None) == ("model", "float16")
     block_imports("separata_embedded")
     with pytest.raises(ImportError, match=r"pmark\[demo\].*--model and --encoder"):
         LOAD_ENCODER(None)

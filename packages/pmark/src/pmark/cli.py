@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typer import Context
 
     from pmark.attacks import Attack
+    from pmark.evaluation import Method
     from pmark.samplers import Sampler
     from pmark.watermark import PMark
 
@@ -40,11 +41,11 @@ app = typer.Typer(
 FOUND = 3
 """Exit code of `detect --fail` where a text is watermarked."""
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _MODES = ("online", "offline")
 _PRIORS = ("zero", "calibrated")
 _SEGMENTERS = ("pysbd", "punkt", "regex")
 _TABLES = (".jsonl", ".ndjson", ".csv", ".parquet")
+_METHODS = ("online", "offline", "unmarked", "semstamp", "k-semstamp", "simmark", "kgw")
 _PICTURES = ("histogram", "roc", "power")
 _PARAPHRASES = {
     "paraphrase": "sentence",
@@ -78,9 +79,6 @@ Endpoint = Annotated[
 ]
 Chat = Annotated[
     bool, typer.Option("--chat", help="Continue an assistant's turn at the endpoint, in place of plain completions.")
-]
-Dtype = Annotated[
-    str | None, typer.Option(help=f"Type of the weights: {', '.join(_DTYPES)}; the faster one if not given.")
 ]
 Encoder = Annotated[
     str | None,
@@ -118,19 +116,14 @@ class _Source:
     model: str | None
     endpoint: str | None
     chat: bool
-    dtype: str | None
     temperature: float = 0.7
     top_p: float = 0.95
     new_tokens: int = 128
 
     def check(self) -> None:
         """Refuse options that do not go together, before anything is loaded."""
-        if self.dtype is not None:
-            console.choice("--dtype", self.dtype, _DTYPES)
         if self.endpoint is None and self.chat:
             raise typer.BadParameter("it is of no account without --endpoint", param_hint="--chat")
-        if self.endpoint is not None and self.dtype is not None:
-            raise typer.BadParameter("it is of no account with --endpoint", param_hint="--dtype")
         if self.endpoint is not None and self.model is None:
             raise typer.BadParameter("--endpoint needs the name of a model there", param_hint="--model")
 
@@ -148,13 +141,12 @@ class _Source:
             return OpenAISampler(self.endpoint, str(self.model), **options)
         from pmark.hf_sampler import HFSampler
 
-        return HFSampler(*_load_model(self.model, self.dtype), **options)
+        return HFSampler(*_load_model(self.model), **options)
 
 
 @app.command(epilog="Example: pmark demo --seed 1 --json")
 def demo(
     model: Model = None,
-    dtype: Dtype = None,
     encoder: Encoder = None,
     prompts: Annotated[int, typer.Option(min=2, max=12, help="Prompts to continue.")] = 6,
     max_sentences: Sentences = 8,
@@ -171,10 +163,9 @@ def demo(
     from pmark.demo import run_demo
     from pmark.report import demo_report
 
-    _Source(model, None, False, dtype).check()
     check_writable(out)
     result = run_demo(
-        *_load_model(model, dtype),
+        *_load_model(model),
         _load_encoder(encoder),
         prompts=prompts,
         max_sentences=max_sentences,
@@ -212,7 +203,6 @@ def generate(
     model: Model = None,
     endpoint: Endpoint = None,
     chat: Chat = False,
-    dtype: Dtype = None,
     encoder: Encoder = None,
     mode: Mode = "online",
     samples: Samples = 64,
@@ -232,7 +222,7 @@ def generate(
 
     The traces of many texts give a key away: they are for its owner only.
     """
-    source = _Source(model, endpoint, chat, dtype, temperature, top_p, new_tokens)
+    source = _Source(model, endpoint, chat, temperature, top_p, new_tokens)
     source.check()
     console.check_different_files(key=key, data=data, out=out, null=null)
     rows = _texts([data], "prompt|text")[:limit]
@@ -261,7 +251,6 @@ def detect(
     model: Model = None,
     endpoint: Endpoint = None,
     chat: Chat = False,
-    dtype: Dtype = None,
     encoder: Encoder = None,
     mode: Mode = "online",
     samples: Samples = 64,
@@ -289,7 +278,7 @@ def detect(
 
     A row's column 'prompt', if there is one, says which part in front of its text is not tested.
     """
-    source = _Source(model, endpoint, chat, dtype, temperature, top_p, new_tokens)
+    source = _Source(model, endpoint, chat, temperature, top_p, new_tokens)
     source.check()
     if not 0 < alpha < 1:
         raise typer.BadParameter(f"{alpha:g} is no probability between 0 and 1", param_hint="--alpha")
@@ -331,7 +320,6 @@ def calibrate(
     model: Model = None,
     endpoint: Endpoint = None,
     chat: Chat = False,
-    dtype: Dtype = None,
     encoder: Encoder = None,
     mode: Mode = "online",
     prior: Annotated[
@@ -352,7 +340,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Measure what texts by people look like, for p-values that hold and for medians of their kind."""
-    source = _Source(model, endpoint, chat, dtype, temperature, top_p, new_tokens)
+    source = _Source(model, endpoint, chat, temperature, top_p, new_tokens)
     source.check()
     console.choice("--prior", prior, _PRIORS)
     if prior == "calibrated" and mode == "online":
@@ -387,7 +375,6 @@ def attack_command(
         typer.Option(help="What paraphrases: folder or name of a chat model, or with --endpoint its name there."),
     ] = None,
     endpoint: Endpoint = None,
-    dtype: Dtype = None,
     segmenter: Segmenter = "pysbd",
     language: Language = "en",
     no_prompt: Annotated[bool, typer.Option("--no-prompt", help="Attack the first sentence too.")] = False,
@@ -402,12 +389,12 @@ def attack_command(
     the first sentence.
     """
     console.choice("--kind", kind, (*ATTACKS, *_PARAPHRASES))
-    source = _Source(model, endpoint, False, dtype)
+    source = _Source(model, endpoint, False)
     source.check()
     if kind in _PARAPHRASES or kind == "sentence-shuffle":
         console.refuse_idle(context, ("rate",), f"to --kind {kind}")
     if kind not in _PARAPHRASES:
-        console.refuse_idle(context, ("model", "endpoint", "dtype"), f"to --kind {kind}")
+        console.refuse_idle(context, ("model", "endpoint"), f"to --kind {kind}")
     console.check_different_files(data=data, out=out)
     rows = _texts([data], "text")[:limit]
     options = {"keep_first": 0 if no_prompt else 1, "segmenter": segmenter, "language": language}
@@ -432,6 +419,90 @@ def attack_command(
     changed = sum(row["text"] != new["text"] for row, new in zip(rows, found, strict=True))
     body = {"attack": attack.name, "texts": len(found), "changed": changed, "out": str(out)}
     _print(body if as_json else f"{attack.name}: {changed} of {len(found)} texts changed\ntexts: {out}")
+
+
+@app.command(epilog="Example: pmark bench --key key.json --data prompts.txt --human human.jsonl --out table.json")
+def bench(
+    key: KeyFile,
+    data: Annotated[Path, typer.Option(help="Prompts: .txt (one in a line), .jsonl, .csv or .parquet.")],
+    human: Annotated[Path, typer.Option(help="Texts by people, likewise; at least 100 for a rate of 1 %.")],
+    out: Annotated[Path, typer.Option(help="Where the table is written, .json; an interrupted run is continued.")],
+    method: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(_METHODS)}; all but 'kgw' if not given. Repeatable.")
+    ] = None,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of {', '.join(ATTACKS)}, with its rate, such as 'synonyms=0.3'. Repeatable."),
+    ] = None,
+    model: Model = None,
+    endpoint: Endpoint = None,
+    chat: Chat = False,
+    encoder: Encoder = None,
+    samples: Samples = 64,
+    segmenter: Segmenter = "pysbd",
+    language: Language = "en",
+    max_sentences: Sentences = 12,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    new_tokens: NewTokens = 128,
+    documents: Documents = 8,
+    limit: Limit = None,
+    seed: Seed = 0,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare watermarks: how well each is found before and after attacks, and what it costs."""
+    source = _Source(model, endpoint, chat, temperature, top_p, new_tokens)
+    source.check()
+    names = list(dict.fromkeys(method or _METHODS[:-1]))
+    for name in names:
+        console.choice("--method", name, _METHODS)
+    if endpoint is not None and "kgw" in names:
+        raise typer.BadParameter("'kgw' needs the model itself, not an endpoint", param_hint="--method")
+    cut: dict[str, Any] = {"segmenter": segmenter, "language": language}
+    attacks = []
+    for each in attack or ():
+        name, _, rate = each.partition("=")
+        console.choice("--attack", name, tuple(ATTACKS))
+        attacks.append(_attack(name, console.numbers("--attack", rate or "0.15")[0], source, cut))
+    console.check_different_files(key=key, data=data, human=human, out=out, plot=plot)
+    prompts = [row["text"] for row in _texts([data], "prompt|text")][:limit]
+    texts = [row["text"] for row in _texts([human], "text")]
+    check_writable(out)
+    make, _ = _watermark(key, encoder, "online", samples, None, segmenter, language)
+    from pmark.evaluation import HUMAN, evaluate
+
+    if plot is not None:
+        from separata_kit.pictures import check_picture
+
+        check_picture(plot)
+    online = make(seed)
+    sampler: Any = source.load()
+    # Of its own for every model, since the journal knows the methods' settings only.
+    journal = out.with_name(f"{out.name}.{digest(asdict(source))[:8]}.journal")
+    table = evaluate(
+        {name: _method(name, online, texts, sampler, cut) for name in names},
+        prompts[:limit],
+        texts,
+        attacks,
+        sampler=sampler,
+        max_sentences=max_sentences,
+        journal=journal,
+        perplexity_model=None if endpoint is not None else (sampler.model, sampler.tokenizer),
+        encoder=online.encoder,
+        batch_size=documents,
+        seed=seed,
+    )
+    table.save(out)
+    journal.unlink()
+    if plot is not None:
+        from pmark.plots import plot_roc
+
+        curves: dict[str, Any] = {}
+        for name, found in table.scores.items():
+            curves |= {f"{name}, {kind}": (z, found[HUMAN]) for kind, z in found.items() if kind != HUMAN}
+        plot_roc(curves, plot)
+    _print(table.to_json() if as_json else f"{table.text()}\n\ntable: {out}")
 
 
 @app.command("plot", epilog="Example: pmark plot found.jsonl --unmarked human.jsonl --kind roc --out roc.svg")
@@ -494,15 +565,15 @@ def _print(result: str | Mapping[str, Any]) -> None:
         console.print_json(result)
 
 
-def _load_model(place: str | None, dtype: str | None) -> tuple[Any, Any]:
+def _load_model(place: str | None) -> tuple[Any, Any]:
     """A transformers model and its tokenizer."""
     from separata_kit import language_models
 
     if place is not None:
-        return language_models.load_language_model(place, dtype=dtype)
+        return language_models.load_language_model(place)
     from pmark.demo import embedded
 
-    options = {"dtype": dtype or language_models.default_dtype(), "device": language_models.default_device()}
+    options = {"dtype": language_models.default_dtype(), "device": language_models.default_device()}
     return embedded().load_smollm2(**options)  # type: ignore[no-any-return]  # optional package
 
 
@@ -557,7 +628,32 @@ def _attack(kind: str, rate: float, source: _Source, options: Mapping[str, Any])
     mode: Any = _PARAPHRASES[kind]
     if source.endpoint is not None:
         return ChatParaphraser(source.endpoint, str(source.model), mode, **options)
-    return CausalParaphraser(*_load_model(source.model, source.dtype), mode, **options)
+    return CausalParaphraser(*_load_model(source.model), mode, **options)
+
+
+def _method(name: str, online: "PMark", human: Sequence[str], sampler: Any, cut: Mapping[str, Any]) -> "Method":
+    """A method of `bench`; what those beside PMark learn from text by people they learn from that of the comparison."""
+    from pmark import semstamp
+    from pmark.kgw import KGW
+    from pmark.sentence_watermark import Unmarked
+    from pmark.simmark import SimMark
+    from pmark.watermark import PMark
+
+    if name == "online":
+        return online
+    if name == "offline":
+        return PMark(online.encoder, online.key, mode="offline", num_samples=online.num_samples, **cut)
+    if name == "unmarked":
+        return Unmarked(online.encoder, num_samples=1, **cut)
+    if name == "semstamp":
+        return semstamp.SemStamp(online.encoder, **cut)
+    if name == "k-semstamp":
+        sentences = [each for text in online.documents(human, has_prompt=False) for each in text.sentences]
+        return semstamp.KSemStamp.fit(online.encoder, sentences, **cut)
+    if name == "simmark":
+        return SimMark(online.encoder, **cut).calibrate(human)
+    drawing = {"temperature": sampler.temperature, "top_p": sampler.top_p}
+    return KGW(sampler.model, sampler.tokenizer, **drawing, **cut)
 
 
 def _texts(files: Sequence[Path], columns: str, *, whole: bool = False) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pmark.attacks import WordDeletion
 from pmark.encoders import as_encoder
 from pmark.key import PMarkKey
 from pmark.metrics import perplexity
-from pmark.sentence_watermark import DetectionResult, Document, Pool, Selection, SentenceWatermark
+from pmark.sentence_watermark import DetectionResult, Unmarked
 from pmark.watermark import PMark
 
 if TYPE_CHECKING:
@@ -158,16 +158,6 @@ class _Remembering:
         return [self.drawn[each] for each in wanted]
 
 
-class _Unmarked(SentenceWatermark):
-    """The same drawing and cleaning, and the first candidate."""
-
-    def select(self, pools: Sequence[Pool], rng: np.random.Generator) -> list[Selection]:
-        return [Selection(0) for _ in pools]
-
-    def score(self, documents: Sequence[Document]) -> list[DetectionResult]:
-        return [DetectionResult.nothing(self.channels) for _ in documents]
-
-
 def run_demo(
     model: Any,
     tokenizer: Any,
@@ -224,7 +214,7 @@ def run_demo(
         marked = right.generate_batch(sampler, given, max_sentences=max_sentences)
         write_text(out, "".join(json.dumps(each.to_json()) + "\n" for each in marked))
         bar.update()
-        plain = _Unmarked(shared, num_samples=2, seed=seed).generate_batch(sampler, given, max_sentences=max_sentences)
+        plain = Unmarked(shared, num_samples=1, seed=seed).generate_batch(sampler, given, max_sentences=max_sentences)
         bar.update()
         kinds = {MARKED: [each.text for each in marked], UNMARKED: [each.text for each in plain]}
         kinds[attack.name] = attack(kinds[MARKED], seed=seed, prompts=given)
