@@ -114,11 +114,14 @@ def test_names():
     assert as_encoder(named).name == "house model"
 
 
-def test_a_folders_name_does_not_tell_where_it_lies(tmp_path):
+def test_a_model_has_one_name_wherever_it_came_from(tmp_path, monkeypatch):
     folder = tmp_path / "my-encoder"
     folder.mkdir()
-    assert as_encoder(str(folder)).name == "my-encoder"
-    assert as_encoder("someone/model").name == "someone/model"
+    loaded = Counting()
+    loaded.tokenizer = type("Tokenizer", (), {"name_or_path": str(folder)})
+    monkeypatch.chdir(folder)
+    for encoder in (str(folder), f"{folder}/", ".", "my-encoder", "someone/my-encoder", loaded):
+        assert as_encoder(encoder).name == "my-encoder"
 
 
 def test_the_fingerprint_tells_other_weights_but_not_rounding():

@@ -130,9 +130,7 @@ def as_encoder(encoder: Any, *, cache_size: int = 16384) -> TextEncoder:
     if isinstance(encoder, TextEncoder):
         return encoder
     if isinstance(encoder, str):
-        # A folder lies elsewhere on the detector's machine.
-        name = Path(encoder).resolve().name if Path(encoder).is_dir() else encoder
-        return TextEncoder(_Lazy(encoder), name, cache_size=cache_size)
+        return TextEncoder(_Lazy(encoder), _name_of(encoder), cache_size=cache_size)
     if callable(getattr(encoder, "encode", None)):
         return TextEncoder(lambda texts: _encode_with(encoder, texts), _name_of(encoder), cache_size=cache_size)
     if callable(encoder):
@@ -183,8 +181,11 @@ def _on_cpu(rows: Any) -> Any:
 
 
 def _name_of(encoder: Any) -> str:
-    card = getattr(encoder, "model_card_data", None)
-    for name in (getattr(encoder, "name", None), getattr(card, "base_model", None), getattr(encoder, "__name__", None)):
-        if isinstance(name, str) and name:
-            return name
-    return type(encoder).__name__
+    if isinstance(encoder, str):
+        name = str(Path(encoder).resolve()) if Path(encoder).is_dir() else encoder
+    else:
+        loaded_from = getattr(getattr(encoder, "tokenizer", None), "name_or_path", None)
+        names = (getattr(encoder, "name", None), loaded_from, getattr(encoder, "__name__", None))
+        name = next((name for name in names if isinstance(name, str) and name), type(encoder).__name__)
+    # The last part: a folder lies elsewhere on the detector's machine, and hub names are given with or without owner.
+    return name.replace("\\", "/").rstrip("/").rpartition("/")[2]

@@ -76,14 +76,8 @@ class OpenAISampler:
     ) -> list[list[Continuation]]:
         """Draws continuations; see `Sampler`.
 
-        Args:
-            contexts: The texts to continue.
-            counts: How many continuations of each.
-            is_complete: Ignored.
-            seed: Sent along, another one with each request; whether it is heeded is up to the server.
-
-        Returns:
-            For each context its continuations; fewer than asked where some requests failed.
+        `is_complete` is ignored. Every request carries another seed; whether it is heeded is up to the server. Where some
+        requests fail there are fewer continuations than asked.
 
         Raises:
             ValueError: The server refused all of it, as it does with a context that is too long.

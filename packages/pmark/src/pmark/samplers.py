@@ -86,17 +86,7 @@ class CallableSampler:
         is_complete: Callable[[int, str], bool] | None = None,
         seed: int | None = None,
     ) -> list[list[Continuation]]:
-        """Draws continuations; see `Sampler`. `is_complete` and `seed` are ignored.
-
-        Args:
-            contexts: The texts to continue.
-            counts: How many continuations of each.
-            is_complete: Ignored.
-            seed: Ignored.
-
-        Returns:
-            For each context what the function returned.
-        """
+        """Calls the function for each context; see `Sampler`. `is_complete` and `seed` are ignored."""
         rows = []
         for context, count in zip(contexts, counts, strict=True):
             drawn = self.function(context, count)
