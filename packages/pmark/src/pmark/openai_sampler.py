@@ -76,8 +76,8 @@ class OpenAISampler:
     ) -> list[list[Continuation]]:
         """Draws continuations; see `Sampler`.
 
-        `is_complete` is ignored. Every request carries another seed; whether it is heeded is up to the server. Where some
-        requests fail there are fewer continuations than asked.
+        `is_complete` is ignored. Every request carries another seed; whether it is heeded is up to the server. Where
+        some requests fail there are fewer continuations than asked.
 
         Raises:
             ValueError: The server refused all of it, as it does with a context that is too long.
