@@ -4,7 +4,7 @@ import shlex
 import pytest
 import torch
 import typer
-from bodes_steer.cli import _layers, _params, _prompt_text, _spans, app, run
+from bodes_steer.cli import _params, _prompt_text, _spans, app, run
 from bodes_steer.extraction import Activations
 from bodes_steer.files import load_steerer
 from bodes_steer.sweeps import Table
@@ -229,7 +229,6 @@ def test_show(folder, capsys):
 
 
 def test_words_of_layers_and_parameters():
-    assert _layers("0-2,5") == [0, 1, 2, 5]
     assert _spans([5, 0, 2, 1]) == "0-2,5"
     given = ["C=100", "solver=rk4", "normalize=False", "stop_at=null", "kind=None"]
     assert _params(given) == {"C": 100, "solver": "rk4", "normalize": False, "stop_at": None, "kind": None}

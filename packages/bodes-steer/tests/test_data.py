@@ -1,16 +1,12 @@
 import json
-import os
 import sys
 
 import pytest
 from bodes_steer.data import (
     Example,
-    check_writable,
     read_examples,
     read_prompts,
     split_groups,
-    write_atomically,
-    write_text,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,7 +117,7 @@ def test_errors_name_line_and_field(tmp_path, rows, message):
 
 def test_other_files_are_refused(tmp_path):
     for name, content, message in (
-        ("d.xml", b"", "must end in .jsonl, .csv or .parquet"),
+        ("d.xml", b"", "must end in .jsonl, .csv, .txt or .parquet"),
         ("d.csv", b"text,label\na,1,2\n", "line 2: more cells than the 2"),
         ("d.jsonl", b"\xff", "is not UTF-8"),
         ("d.parquet", b"x", "is no complete Parquet file"),
@@ -212,34 +208,3 @@ def test_share_and_seed_of_a_split():
     assert split_groups(groups, 0.25, 0) != split_groups(groups, 0.25, 1)
     with pytest.raises(ValueError, match="share=1 must lie above 0 and below 1"):
         split_groups(groups, 1, 0)
-
-
-def test_files_are_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "a.txt"
-    write_text(path, "old")
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    write_text(link, "new")
-    assert path.read_text() == "new"
-    assert link.is_symlink()
-
-    def fail(file):
-        file.write_text("half")
-        raise OSError("disk is gone")
-
-    with pytest.raises(OSError, match="disk is gone"):
-        write_atomically(path, fail)
-    assert sorted(tmp_path.iterdir()) == [path, link]
-    assert path.read_text() == "new"
-
-
-def test_places_that_cannot_be_written(tmp_path):
-    check_writable(tmp_path / "new.json")
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        check_writable(tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        check_writable(tmp_path / "no" / "a")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="is a device or the like"):
-        check_writable(tmp_path / "pipe")
-    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 import torch
-from bodes_steer.plots import check_picture, plot_layers, plot_pareto, plot_pca, plot_trajectory
+from bodes_steer.plots import plot_layers, plot_pareto, plot_pca, plot_trajectory
 from bodes_steer.solver import Trajectory
 from bodes_steer.sweeps import Table
 
@@ -119,8 +119,8 @@ def test_what_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"c\.pdf must end in \.png or \.svg"):
         plot_pareto(TABLE, tmp_path / "c.pdf")
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        check_picture(tmp_path / "no" / "c.png")
+        plot_pareto(TABLE, tmp_path / "no" / "c.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'bodes-steer\[plot\]'"):
-        check_picture(tmp_path / "c.png")
+        plot_pareto(TABLE, tmp_path / "c.png")
     assert list(tmp_path.iterdir()) == []

@@ -115,7 +115,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     assert swept(rest := Counting(), resume=path) == whole
     assert rest.asked == first.asked[-3:]
     assert path.read_bytes() == content
-    with pytest.raises(ValueError, match=r"was made for another sweep \(different seed\)"):
+    with pytest.raises(ValueError, match=r"was made for another run \(different seed\)"):
         swept(Counting(), resume=path, seed=1)
     with pytest.raises(ValueError, match=r"different about"):
         swept(Counting(), resume=path, about={"judge": "x"})
@@ -124,7 +124,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
         swept(Counting(), resume=path)
     for other in (b'{"a": 1}\n', b"text", b"[]\n"):
         path.write_bytes(other)
-        with pytest.raises(ValueError, match=r"no file of judged choices|damaged or no choice"):
+        with pytest.raises(ValueError, match="no file of judged choices"):
             swept(Counting(), resume=path)
         assert path.read_bytes() == other
 

@@ -283,9 +283,9 @@ def test_a_journal_of_something_else_is_left_alone(finished, tmp_path):
     path = tmp_path / "scores.jsonl"
     first = journal.splitlines(keepends=True)[0]
     for content, message in [
-        (b"my diary", "no journal of this run"),
+        (b"my diary", "no journal of TruthfulQA scores"),
         (b'{"my": "diary"}\n', "no journal of TruthfulQA scores"),
-        (b"my diary\n", "line 1, is damaged"),
+        (b"my diary\n", "no journal of TruthfulQA scores"),
         (first + b'{"stage": 1}\n', "line 2, is damaged"),
         (first + b'{"stage":"choose 0","question":0,"log_likelihoods":[1]}\n', "line 2, is damaged"),
         (first + journal.splitlines(keepends=True)[1].replace(b"[[", b"[[0.5,"), "was altered"),

@@ -1,7 +1,9 @@
 """The console script."""
 
-import os
 import sys
+from collections.abc import Callable, Sequence
+
+from separata_kit import console
 
 
 def main() -> int:
@@ -10,23 +12,13 @@ def main() -> int:
     Returns:
         0 if it ran, 1 if it failed or the `cli` extra is missing, 2 for wrong usage, 130 after Ctrl-C.
     """
-    # Threads that spin while they wait make small models ten times slower where the cores are shared. It counts only
-    # before torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        import typer  # noqa: F401  # only to see whether it is there
-    except ModuleNotFoundError as error:
-        if error.name != "typer":
-            raise
-        print("error: the command line needs typer: pip install 'bodes-steer[cli]'", file=sys.stderr)
-        return 1
-    try:
-        from bodes_steer.cli import run
+    return console.main(_load, "bodes-steer")
 
-        return run(sys.argv[1:])
-    except KeyboardInterrupt:  # while modules are loaded; later `run` answers it
-        print("interrupted", file=sys.stderr)
-        return 130
+
+def _load() -> Callable[[Sequence[str]], int]:
+    from bodes_steer.cli import run
+
+    return run
 
 
 if __name__ == "__main__":

@@ -2,16 +2,25 @@
 
 import json
 import math
-import os
-import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from separata_kit import console
+from separata_kit.console import (
+    check_different_files,
+    choice,
+    layer_numbers,
+    numbers,
+    print_result,
+    refuse_idle,
+)
+from separata_kit.files import check_writable, read_json, write_text
+from separata_kit.language_models import DTYPES, check_place, default_device, has_fast_bfloat16, load_language_model
+from separata_kit.pictures import check_picture
 
-from bodes_steer.data import KINDS, TEMPLATE, check_writable, read_examples, read_prompts, write_text
+from bodes_steer.data import KINDS, TEMPLATE, read_examples, read_prompts
 
 if TYPE_CHECKING:
     from typer import Context
@@ -24,6 +33,7 @@ if not TYPE_CHECKING:
     Context = typer.Context.__base__
 
 app = typer.Typer(
+    name="bodes-steer",
     help="Steer the hidden states of a frozen language model along the gradient of a learned log-density ratio.",
     epilog="Example: bodes-steer demo",
     no_args_is_help=True,
@@ -39,31 +49,26 @@ evaluation = typer.Typer(
 )
 app.add_typer(evaluation, name="eval")
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 and the number of the signal."""
-
-_DTYPES = ("float32", "bfloat16", "float16")
 _POSITIONS = ("from_prompt_end", "last", "all")
 _JUDGES = ("vader", "classifier", "endpoint")
 _PICTURES = ("trajectory", "pca")
 _FACTS_SCHEMA = "bodes-steer/groups"
 
-_MOST_LAYERS = 10_000
-"""Far above any model, and few enough to be listed."""
-
-# Names of options that are not those of their parameters.
-_OPTIONS = {"strength": "--T", "strengths": "--T"}
 # Arguments that messages advise, as they are called here.
-_ARGUMENTS = {"resume=False": "--restart", "force=True": "--force", "positive=...": "--positive"}
+_ARGUMENTS = {
+    "resume=False": "--restart",
+    "force=True": "--force",
+    "positive=...": "--positive",
+    "judge_model='": "--judge-model '",
+    "model='": "--model '",
+}
 
 Model = Annotated[
     str | None, typer.Option(help="Folder or name of a transformers model; SmolLM2-135M-Instruct if not given.")
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(
-        help=f"Type of the weights: {', '.join(_DTYPES)}; bfloat16 on a GPU and float32 without if not given."
-    ),
+    typer.Option(help=f"Type of the weights: {', '.join(DTYPES)}; bfloat16 on a GPU and float32 without if not given."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Layers = Annotated[str | None, typer.Option(help="Blocks, counted from 0, such as '10-20,25'; all if not given.")]
@@ -135,7 +140,7 @@ def demo(
     vader_judge()  # a missing extra is told before the work
     texts = embedded().rated_texts("movie")
     # Half the time, where the processor can; what is steered is computed in float32 all the same.
-    loaded, tokenizer = _load(model, dtype or ("bfloat16" if _has_fast_bfloat16() else None))
+    loaded, tokenizer = _load(model, dtype or ("bfloat16" if has_fast_bfloat16() else None))
     result = run_demo(
         loaded,
         tokenizer,
@@ -151,7 +156,7 @@ def demo(
         seed=seed,
         batch_size=batch_size,
     )
-    _print(result.to_json() if as_json else demo_report(result))
+    print_result(result.to_json() if as_json else demo_report(result))
 
 
 @app.command(epilog="Example: bodes-steer extract --data pairs.jsonl --layers 10-20 --out activations.safetensors")
@@ -187,12 +192,12 @@ def extract(
     as_json: AsJson = False,
 ) -> None:
     """Read the activations of labelled texts, for all layers in one pass; started again it goes on where it was."""
-    _choice("--kind", kind, KINDS)
-    _choice("--position", position, ("last", "mean"))
+    choice("--kind", kind, KINDS)
+    choice("--position", position, ("last", "mean"))
     if chat:
-        _refuse_idle(context, ("template",), "beside --chat")
-    chosen = _layers(layers)
-    _check_different_files(data=data, out=out)
+        refuse_idle(context, ("template",), "beside --chat")
+    chosen = layer_numbers(layers)
+    check_different_files(data=data, out=out)
     examples = read_examples(
         data,
         kind=kind,
@@ -233,9 +238,9 @@ def extract(
         _groups_file(out).unlink(missing_ok=True)
     facts = _activation_facts(found, out)
     if as_json:
-        _print(facts)
+        print_result(facts)
         return
-    _print(
+    print_result(
         f"{facts['positives']} positive and {facts['negatives']} negative texts, d = {facts['d']}, blocks "
         f"{_spans(facts['layers'])}\nactivations: {out}"
     )
@@ -267,7 +272,7 @@ def fit(
         raise typer.BadParameter("only one of --T, --relative and --auto can be given", param_hint="--T")
     if auto and not test_share:
         raise typer.BadParameter("it looks at held-out activations, and --test-share is 0", param_hint="--auto")
-    _check_different_files(activations=activations, out=out)
+    check_different_files(activations=activations, out=out)
     params = _params(param)
     check_writable(out)
     from bodes_steer.steerers import auto_T, make_steerer
@@ -278,7 +283,7 @@ def fit(
         if "random_state" not in params:
             steerer.set_params(random_state=seed)
     elif not test_share:
-        _refuse_idle(context, ("seed",), f"to --method {method} without a held-out part, as nothing is drawn")
+        refuse_idle(context, ("seed",), f"to --method {method} without a held-out part, as nothing is drawn")
     opened, groups = _open(activations)
     layer = _one_layer(opened, layer)
     (fit_pos, fit_neg), (test_pos, test_neg) = _held_out(opened, groups, layer, test_share, seed)
@@ -300,7 +305,7 @@ def fit(
         **_held_out_facts(steerer, (fit_pos, fit_neg), (test_pos, test_neg)),
     }
     steerer.save(out, model=opened.model, layer=layer)
-    _print(found if as_json else "\n".join([*_fit_lines(found, steerer), f"steerer: {out}"]))
+    print_result(found if as_json else "\n".join([*_fit_lines(found, steerer), f"steerer: {out}"]))
 
 
 @app.command(epilog="Example: bodes-steer generate --steerer bodes-steer-demo.safetensors 'The film begins with'")
@@ -329,8 +334,8 @@ def generate(
     if bool(prompt) == (prompts is not None):
         raise typer.BadParameter("give prompts, or a file of them with --prompts", param_hint="prompt")
     if not sample:
-        _refuse_idle(context, ("temperature", "top_p", "seed"), "without --sample, as nothing is drawn")
-    _choice("--positions", positions, _POSITIONS)
+        refuse_idle(context, ("temperature", "top_p", "seed"), "without --sample, as nothing is drawn")
+    choice("--positions", positions, _POSITIONS)
     for each in prompt or ():
         try:
             each.encode()
@@ -361,9 +366,9 @@ def generate(
             {"prompt": text, "plain": plain, "steered": moved}
             for text, plain, moved in zip(texts, found["plain"], found["steered"], strict=True)
         ]
-        _print({"T": length, "texts": rows})
+        print_result({"T": length, "texts": rows})
         return
-    _print(
+    print_result(
         "\n".join(
             f"prompt:  {text!r}\nplain:   {plain!r}\nsteered: {moved!r}"
             for text, plain, moved in zip(texts, found["plain"], found["steered"], strict=True)
@@ -405,10 +410,10 @@ def eval_generation(
     The seed is that of the bootstrap too.
     """
     if not sample:
-        _refuse_idle(context, ("temperature", "top_p"), "without --sample, as nothing is drawn")
-    _choice("--positions", positions, _POSITIONS)
+        refuse_idle(context, ("temperature", "top_p"), "without --sample, as nothing is drawn")
+    choice("--positions", positions, _POSITIONS)
     _check_judge(context, judge, judge_model)
-    _check_different_files(prompts=prompts, steerer=steerer, judge_cache=judge_cache)
+    check_different_files(prompts=prompts, steerer=steerer, judge_cache=judge_cache)
     given = read_prompts(prompts, chat=chat)[:limit]
     scorer = _judge(judge, judge_model, judge_label, judge_url, judge_cache)
     from bodes_steer.evaluation import evaluate_generation
@@ -428,7 +433,7 @@ def eval_generation(
         **told,
         **_how_to_generate(max_new_tokens, sample, temperature, top_p),
     )
-    _print({"T": length, "judge": judge, **found.to_json()} if as_json else found.table())
+    print_result({"T": length, "judge": judge, **found.to_json()} if as_json else found.table())
 
 
 @evaluation.command(
@@ -458,11 +463,11 @@ def eval_truthfulqa(
 
     Steerers are fitted, and their strength is chosen, on one half of the questions; the other half is scored.
     """
-    _check_different_files(csv=csv, resume=resume)
+    check_different_files(csv=csv, resume=resume)
     from bodes_steer.truthfulqa import METHODS, STRENGTHS, evaluate_truthfulqa, read_truthfulqa
 
     names = METHODS if methods is None else _names("--methods", methods)
-    grid = STRENGTHS if strengths is None else _numbers_in("--relative", strengths)
+    grid = STRENGTHS if strengths is None else numbers("--relative", strengths)
     questions = read_truthfulqa(csv)[:limit]
     if resume is not None:
         check_writable(resume)
@@ -479,7 +484,7 @@ def eval_truthfulqa(
         journal=resume,
         progress=True,
     )
-    _print(found.to_json() if as_json else found.table())
+    print_result(found.to_json() if as_json else found.table())
 
 
 @app.command(epilog="Example: bodes-steer sweep activations.safetensors --of layers --out layers.json")
@@ -529,40 +534,40 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Compare layers, methods and strengths on held-out data."""
-    _choice("--of", of, ("methods", "layers"))
+    choice("--of", of, ("methods", "layers"))
     of_model = ("model", "dtype", "chat", "max_new_tokens", "sample", "temperature", "top_p", "batch_size")
     of_judge = ("judge", "judge_model", "judge_label", "judge_url", "judge_cache")
     if of == "layers":
         of_methods = ("methods", "strengths", "relative", "param", "resume", "prompts")
-        _refuse_idle(context, (*of_methods, *of_model, *of_judge), "to --of layers, which steers nothing")
+        refuse_idle(context, (*of_methods, *of_model, *of_judge), "to --of layers, which steers nothing")
     else:
-        _refuse_idle(context, ("sketch",), "without --of layers")
+        refuse_idle(context, ("sketch",), "without --of layers")
     if prompts is None:
-        _refuse_idle(context, (*of_model, *of_judge), "without --prompts, as nothing is written")
+        refuse_idle(context, (*of_model, *of_judge), "without --prompts, as nothing is written")
     elif not sample:
-        _refuse_idle(context, ("temperature", "top_p"), "without --sample, as nothing is drawn")
+        refuse_idle(context, ("temperature", "top_p"), "without --sample, as nothing is drawn")
     if strengths is not None:
-        _refuse_idle(context, ("relative",), "beside --T")
+        refuse_idle(context, ("relative",), "beside --T")
     if prompts is not None:
         _check_judge(context, judge, judge_model)
-    _check_different_files(
+    check_different_files(
         activations=activations, out=out, prompts=prompts, judge_cache=judge_cache, resume=resume, plot=plot
     )
-    chosen, names = _layers(layers), _names("--methods", methods)
-    grid = _numbers_in("--T", strengths) if strengths is not None else _numbers_in("--relative", relative)
+    chosen, names = layer_numbers(layers), _names("--methods", methods)
+    grid = numbers("--T", strengths) if strengths is not None else numbers("--relative", relative)
     params = _params_by_method(param, names)
     for name, its in params.items():
         _check_kinds(name, its)
     check_writable(out)
     if resume is not None:
         check_writable(resume)
-    from bodes_steer.plots import check_picture, plot_layers, plot_pareto
+    from bodes_steer.plots import plot_layers, plot_pareto
     from bodes_steer.report import table_lines
     from bodes_steer.sweeps import generation_metric, sweep_layers
     from bodes_steer.sweeps import sweep as sweep_methods
 
     if plot is not None:
-        check_picture(plot)
+        check_picture(plot, extra="bodes-steer[plot]")
     given = [] if prompts is None else read_prompts(prompts, chat=chat)
     scorer = None if prompts is None else _judge(judge, judge_model, judge_label, judge_url, judge_cache)
     opened, groups = _open(activations)
@@ -603,7 +608,7 @@ def sweep(
     if plot is not None:
         draw(found, plot)
     if as_json:
-        _print(found.to_json())
+        print_result(found.to_json())
         return
     lines = table_lines(found.columns, [[row.get(name) for name in found.columns] for row in found.rows])
     best = found.best()
@@ -613,7 +618,7 @@ def sweep(
         else f"{best['method']} on layer {best['layer']}, T = {best['T']:.4g}"
     )
     lines += ["", f"highest {found.gain.replace('_', ' ')}: {what}", f"table: {out}"]
-    _print("\n".join([*lines, *([] if plot is None else [f"picture: {plot}"])]))
+    print_result("\n".join([*lines, *([] if plot is None else [f"picture: {plot}"])]))
 
 
 @app.command("plot", epilog="Example: bodes-steer plot table.json --out table.svg")
@@ -633,14 +638,14 @@ def plot_command(
     as_json: AsJson = False,
 ) -> None:
     """Draw a sweep, or what a steerer does to activations."""
-    _choice("--what", what, _PICTURES)
-    _check_different_files(file=file, out=out, activations=activations)
-    from bodes_steer.plots import check_picture, plot_layers, plot_pareto, plot_pca, plot_trajectory
+    choice("--what", what, _PICTURES)
+    check_different_files(file=file, out=out, activations=activations)
+    from bodes_steer.plots import plot_layers, plot_pareto, plot_pca, plot_trajectory
     from bodes_steer.sweeps import Table
 
-    check_picture(out)
+    check_picture(out, extra="bodes-steer[plot]")
     if _is_json(file):
-        _refuse_idle(context, ("activations", "what", "strength", "relative"), "to a table")
+        refuse_idle(context, ("activations", "what", "strength", "relative"), "to a table")
         table = Table.load(file)
         (plot_layers if table.of == "layers" else plot_pareto)(table, out)
     else:
@@ -658,7 +663,7 @@ def plot_command(
             plot_trajectory(steerer.trajectory(neg, T), out)
         else:
             plot_pca(pos, neg, out, moved=[(neg, steerer.steer(neg, T))])
-    _print({"picture": str(out)} if as_json else f"picture: {out}")
+    print_result({"picture": str(out)} if as_json else f"picture: {out}")
 
 
 @app.command(epilog="Example: bodes-steer export steerer.safetensors --out vector.gguf")
@@ -678,7 +683,7 @@ def export(
     if len(file) > 1 and layer is not None:
         raise typer.BadParameter("it is for one steerer; several have their own", param_hint="--layer")
     for each in file:
-        _check_different_files(file=each, out=out)
+        check_different_files(file=each, out=out)
     if out.suffix.lower() != ".gguf":
         raise typer.BadParameter(f"{out} must end in .gguf", param_hint="--out")
     check_writable(out)
@@ -698,12 +703,12 @@ def export(
         by_layer[at] = steerer
     lengths = export_gguf(by_layer, out, model_hint=model_hint)
     if as_json:
-        _print({"control_vector": str(out), "lengths": {str(at): length for at, length in lengths.items()}})
+        print_result({"control_vector": str(out), "lengths": {str(at): length for at, length in lengths.items()}})
         return
     lines = [
         f"direction.{at}: added to the output of block {at}, length {length:.4g}" for at, length in lengths.items()
     ]
-    _print("\n".join([*lines, f"control vector: {out}"]))
+    print_result("\n".join([*lines, f"control vector: {out}"]))
 
 
 @app.command(epilog="Example: bodes-steer show bodes-steer-demo.safetensors")
@@ -718,7 +723,7 @@ def show(
 
         table = Table.load(file)
         rows = [[row.get(name) for name in table.columns] for row in table.rows]
-        _print(table.to_json() if as_json else "\n".join(table_lines(table.columns, rows)))
+        print_result(table.to_json() if as_json else "\n".join(table_lines(table.columns, rows)))
         return
     from bodes_steer.files import load_steerer
 
@@ -731,7 +736,7 @@ def show(
             raise not_one from None
     else:
         facts = _steerer_facts(steerer)
-    _print(facts if as_json else "\n".join(f"{name}: {_words(value)}" for name, value in facts.items()))
+    print_result(facts if as_json else "\n".join(f"{name}: {_words(value)}" for name, value in facts.items()))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -743,39 +748,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 if it ran, 1 if it failed, 2 for wrong usage, 130 if it was interrupted.
     """
-    with warnings.catch_warnings():
-        warnings.showwarning = _each_once()
-        try:
-            app(args=list(arguments), prog_name="bodes-steer")
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else 0
-            if code == INTERRUPTED:
-                print("interrupted", file=sys.stderr)
-            return code
-        except (ValueError, OSError, RuntimeError, ImportError, OverflowError, NotImplementedError) as error:
-            # What to do about it may stand in a later line of the message.
-            told = " ".join(str(error).split()) or type(error).__name__
-            for argument, option in _ARGUMENTS.items():
-                told = told.replace(argument, option)
-            print(f"error: {told}", file=sys.stderr)
-            return 1
-    return 0
-
-
-def _each_once() -> Callable[..., None]:
-    """A way of showing warnings that says the same thing once."""
-    told: set[str] = set()
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        if str(message) not in told:
-            told.add(str(message))
-            print(f"warning: {message}", file=sys.stderr)
-
-    return show
-
-
-def _print(result: str | Mapping[str, Any]) -> None:
-    print(result if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False))
+    return console.run(app, arguments, arguments_called=_ARGUMENTS)
 
 
 def _bar(total: int, description: str) -> Any:
@@ -784,66 +757,16 @@ def _bar(total: int, description: str) -> Any:
     return tqdm(total=total, desc=description, unit="text", dynamic_ncols=True)
 
 
-def _choice(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(allowed)}", param_hint=option)
-
-
-def _refuse_idle(context: Context, names: Sequence[str], why: str) -> None:
-    """Options that would be ignored: who gives them expects an effect."""
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"it is of no account {why}; leave it out", param_hint=_option(name))
-
-
-def _check_different_files(**files: Path | None) -> None:
-    """One file for two purposes: the one would overwrite the other."""
-    seen: dict[str, str] = {}
-    for name, path in files.items():
-        if path is not None:
-            other = seen.setdefault(os.path.realpath(path), name)
-            if other != name:
-                raise typer.BadParameter(f"{path} is what {_option(other)} names too", param_hint=_option(name))
-
-
-def _option(parameter: str) -> str:
-    return _OPTIONS.get(parameter) or "--" + parameter.replace("_", "-")
-
-
 def _finite(option: str, value: float) -> float:
     if not math.isfinite(value):
         raise typer.BadParameter(f"{value} is no finite number", param_hint=option)
     return value
 
 
-def _numbers_in(option: str, text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of numbers", param_hint=option) from None
-    return [_finite(option, each) for each in found]
-
-
 def _names(option: str, text: str) -> list[str]:
     found = [part.strip() for part in text.split(",")]
     if not all(found):
         raise typer.BadParameter(f"{text!r} is no list of names", param_hint=option)
-    return found
-
-
-def _layers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise typer.BadParameter(f"{text!r} is no list of layers such as '0-9,12'", param_hint="--layers")
-        stretch = range(int(first), int(last if dash else first) + 1)
-        if stretch.stop > _MOST_LAYERS:
-            raise typer.BadParameter(f"no model has a layer {stretch.stop - 1}", param_hint="--layers")
-        found += stretch
     return found
 
 
@@ -891,15 +814,15 @@ def _check_kinds(method: str, params: Mapping[str, Any]) -> None:
 
 
 def _check_judge(context: Context, judge: str, judge_model: str | None) -> None:
-    _choice("--judge", judge, _JUDGES)
+    choice("--judge", judge, _JUDGES)
     if judge == "vader":
-        _refuse_idle(context, ("judge_model",), "to --judge vader")
+        refuse_idle(context, ("judge_model",), "to --judge vader")
     elif judge_model is None:
         raise typer.BadParameter(f"--judge {judge} needs a model", param_hint="--judge-model")
     if judge != "classifier":
-        _refuse_idle(context, ("judge_label",), f"to --judge {judge}")
+        refuse_idle(context, ("judge_label",), f"to --judge {judge}")
     if judge != "endpoint":
-        _refuse_idle(context, ("judge_url", "judge_cache"), f"to --judge {judge}")
+        refuse_idle(context, ("judge_url", "judge_cache"), f"to --judge {judge}")
 
 
 def _judge(judge: str, model: str | None, label: str | None, url: str | None, cache: Path | None) -> Any:
@@ -916,12 +839,12 @@ def _judge(judge: str, model: str | None, label: str | None, url: str | None, ca
         return EndpointJudge(model, base_url=url, cache=cache)
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    _check_place("--judge-model", model)
+    check_place("judge_model", model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         classifier = AutoModelForSequenceClassification.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # files can be broken in more ways than their readers have errors for
-        raise ValueError(f"--judge-model {model} cannot be loaded: {error}") from None
+        raise ValueError(f"judge_model={model!r} cannot be loaded: {error}") from None
     return ClassifierJudge(classifier.eval(), tokenizer, label=label)
 
 
@@ -992,11 +915,11 @@ def _open(path: Path) -> "tuple[Activations, list[str] | None]":
     if not side.exists():
         return opened, None
     try:
-        body = json.loads(side.read_text(encoding="utf-8"))
+        body = read_json(side, schema=_FACTS_SCHEMA, version=1, what="list of groups")
         groups = [str(int(each)) for each in body["groups"]]
-        if body["schema"] != _FACTS_SCHEMA or body["version"] != 1 or len(groups) != len(opened.labels):
+        if len(groups) != len(opened.labels):
             raise ValueError("it does not fit the activations")  # noqa: TRY301  # told like all that is wrong
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{side} is damaged ({error}); run 'extract' again, or delete it") from None
     return opened, groups
 
@@ -1140,47 +1063,14 @@ def _is_json(path: Path) -> bool:
         return file.read(8).lstrip()[:1] in (b"{", b"[") or path.suffix.lower() == ".json"
 
 
-def _check_place(option: str, place: str) -> None:
-    # What looks like a path is one: only a plain name, with or without its owner, is asked for on the model hub.
-    if not place or (not Path(place).is_dir() and (Path(place).exists() or place[:1] in "/.~" or place.count("/") > 1)):
-        raise ValueError(f"{option} {place!r}: there is no such folder")
-
-
 def _load(place: str | None, dtype: str | None) -> tuple[Any, Any]:
     if dtype is not None:
-        _choice("--dtype", dtype, _DTYPES)
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+        choice("--dtype", dtype, DTYPES)
+    device = default_device()
     # The paper's models are in float32; on a GPU that would halve the models that fit.
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     if place is None:
         from bodes_steer.demo import embedded
 
         return embedded().load_smollm2(dtype=dtype, device=device)  # type: ignore[no-any-return]  # optional package
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    _check_place("--model", place)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        both: Any = AutoModelForCausalLM.from_pretrained(
-            place, dtype=getattr(torch, dtype), trust_remote_code=False, output_loading_info=True
-        )
-    except Exception as error:  # files can be broken in more ways than their readers have errors for
-        raise ValueError(f"--model {place} cannot be loaded: {error}") from None
-    model, loading = both
-    # transformers fills them with random numbers and only warns.
-    if missing := sorted(loading["missing_keys"]):
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ValueError(f"--model {place} cannot be loaded: its files lack the weights {shown}")
-    return model.to(device).eval(), tokenizer
-
-
-def _has_fast_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively; without that it is slower than float32."""
-    import torch
-
-    # Not in every torch that this package runs with.
-    read = getattr(torch.cpu, "get_capabilities", dict)
-    capabilities: Mapping[str, Any] = read()
-    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "sve_bf16"))
+    return load_language_model(place, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Labelled texts and prompts from files and data sets, and files that are written whole or not at all.
+"""Labelled texts and prompts from files and data sets.
 
 What a row may hold:
 
@@ -7,17 +7,17 @@ What a row may hold:
 - a labelled text: `text` (or a list of messages in `messages`) and `label`.
 """
 
-import csv
 import dataclasses
 import json
 import os
 import random
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from separata_kit import extras
+from separata_kit.rows import has_half_pair, read_rows, shown, text
 
 Text = str | list[dict[str, str]]
 """A plain text, or the messages of a conversation for the chat template."""
@@ -137,7 +137,7 @@ def read_prompts(source: "str | os.PathLike[str] | Iterable[Any]", *, chat: bool
         try:
             name = next((each for each in ("prompt", "messages", "text") if row.get(each) is not None), "prompt")
             value = row.get(name)
-            prompt: Text = _messages(value, name) if isinstance(value, list | tuple) else _string(row, name)
+            prompt: Text = _messages(value, name) if isinstance(value, list | tuple) else text(row, name)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         found.append([{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt)
@@ -174,104 +174,6 @@ def split_groups(groups: Sequence[str], share: float, seed: int) -> tuple[list[i
     return first, [index for index, group in enumerate(groups) if group in held_out]
 
 
-def check_writable(path: "str | os.PathLike[str]") -> None:
-    """Refuse, before the work, a place where a file cannot be written after it.
-
-    Args:
-        path: The file to come.
-
-    Raises:
-        OSError: Its folder does not exist or may not be written to, or a folder or a device is in its place.
-    """
-    path = Path(path)
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file")
-    _refuse_special(path)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"the folder of {path} does not exist")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise type(error)(f"the folder of {path} cannot be written to: {error.strerror}") from None
-
-
-def write_atomically(path: "str | os.PathLike[str]", write: Callable[[Path], object]) -> None:
-    """Write a file beside its place and move it there.
-
-    Args:
-        path: The file, replaced if it exists.
-        write: Writes the contents to the path that it is given.
-
-    Raises:
-        OSError: It cannot be written, or is a device or the like.
-    """
-    _refuse_special(Path(path))
-    # A link stays one, and the file that it leads to is replaced.
-    path = Path(path).resolve()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes it private; a result is meant to be shared
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def write_text(path: "str | os.PathLike[str]", text: str) -> None:
-    """Write a text file beside its place and move it there.
-
-    Args:
-        path: The file, replaced if it exists.
-        text: Its contents.
-
-    Raises:
-        OSError: It cannot be written, or is a device or the like.
-    """
-
-    def write(file: Path) -> None:
-        file.write_text(text, encoding="utf-8")
-
-    write_atomically(path, write)
-
-
-def lock_file(file: Any, path: Path) -> None:
-    """Keep other runs out of an open file until it is closed, as two would write into each other's lines.
-
-    Args:
-        file: The open file.
-        path: Its name, for the message.
-
-    Raises:
-        OSError: Another run has it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # there is none on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OSError(f"{path} is in use by another run; wait for it, or give another file") from None
-    except OSError:  # some network file systems have no locks
-        return
-
-
-def _refuse_special(path: Path) -> None:
-    if path.exists() and not path.is_file():
-        # To move a file into the place of a device would replace the device.
-        kind = "folder" if path.is_dir() else "device or the like"
-        raise OSError(f"{path} is a {kind}; name an ordinary file")
-
-
 def _template_parts(template: str) -> tuple[str, str, str]:
     before, first, rest = template.partition("{prompt}")
     between, second, after = rest.partition("{response}")
@@ -296,12 +198,12 @@ def _labelled(
 ) -> Example:
     if text_column not in row and row.get("messages") is not None:
         return Example(_messages(row["messages"], "messages"), _label(row, label_column, positive), str(number))
-    text: Text = (
+    said: Text = (
         _messages(row[text_column], text_column)
         if isinstance(row.get(text_column), list | tuple)
-        else _string(row, text_column)
+        else text(row, text_column)
     )
-    return Example(text, _label(row, label_column, positive), str(number))
+    return Example(said, _label(row, label_column, positive), str(number))
 
 
 def _label(row: Mapping[str, Any], name: str, positive: str | None) -> int:
@@ -316,7 +218,7 @@ def _label(row: Mapping[str, Any], name: str, positive: str | None) -> int:
         return int(word == positive)
     if word.lower() not in (*_POSITIVE, *_NEGATIVE):
         raise ValueError(
-            f"{name!r} is {_short(value)}; it must be 1 or 0, true or false, positive or negative, or say which label "
+            f"{name!r} is {shown(value)}; it must be 1 or 0, true or false, positive or negative, or say which label "
             "is the positive one (positive=...)"
         )
     return int(word.lower() in _POSITIVE)
@@ -335,12 +237,12 @@ def _pair(row: Mapping[str, Any], number: int, parts: tuple[str, str, str], chat
         if isinstance(prompt, list | tuple):
             before = _messages(prompt, "prompt")
         elif prompt is not None and chosen[0]["role"] != "user":
-            before = [{"role": "user", "content": _string(row, "prompt")}]
+            before = [{"role": "user", "content": text(row, "prompt")}]
         texts: list[Text] = [before + chosen, before + rejected]
         shared = [*before, *chosen[:-1]] or None
         group = json.dumps(shared) if shared else str(number)
     else:
-        strings = [_string(row, name) for name in ("chosen", "rejected")]
+        strings = [text(row, name) for name in ("chosen", "rejected")]
         group = str(number)
         texts = [*strings]
         if isinstance(prompt, list | tuple):
@@ -348,7 +250,7 @@ def _pair(row: Mapping[str, Any], number: int, parts: tuple[str, str, str], chat
             texts = [[*messages, {"role": "assistant", "content": each}] for each in strings]
             group = json.dumps(messages)
         elif prompt is not None and prompt != "":
-            group = _string(row, "prompt")
+            group = text(row, "prompt")
             before_it, between, after = parts
             texts = [
                 [{"role": "user", "content": group}, {"role": "assistant", "content": each}]
@@ -371,7 +273,7 @@ def _better(row: Mapping[str, Any]) -> bool:
         return float(high) > float(low)
     except (TypeError, ValueError):
         raise ValueError(
-            f"'score_chosen' and 'score_rejected' must be numbers; they are {_short(high)} and {_short(low)}"
+            f"'score_chosen' and 'score_rejected' must be numbers; they are {shown(high)} and {shown(low)}"
         ) from None
 
 
@@ -379,137 +281,39 @@ def _messages(value: Any, name: str) -> list[dict[str, str]]:
     made = []
     for each in value:
         if not isinstance(each, Mapping) or not all(isinstance(each.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"{name!r} must hold messages with 'role' and 'content'; one is {_short(each)}")
-        _refuse_surrogates(each["content"], name)
+            raise ValueError(f"{name!r} must hold messages with 'role' and 'content'; one is {shown(each)}")
+        if has_half_pair(each["content"]):
+            raise ValueError(f"{name!r} holds half of a surrogate pair: {shown(each)}")
         made.append({"role": each["role"], "content": each["content"]})
     if not made:
         raise ValueError(f"{name!r} holds no message")
     return made
 
 
-def _string(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(name)
-    if value is None:
-        raise ValueError(f"no {name!r}; the columns are {sorted(map(str, row))}")
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name!r} must be a text that is not empty; it is {_short(value)}")
-    _refuse_surrogates(value, name)
-    return value
-
-
-def _refuse_surrogates(value: str, name: str) -> None:
-    # JSON can escape half of a surrogate pair, which no tokenizer takes.
-    if any("\ud800" <= each <= "\udfff" for each in value):
-        raise ValueError(f"{name!r} holds half of a surrogate pair: {_short(value)}")
-
-
-def _short(value: object) -> str:
-    shown = ascii(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
 def _rows(source: "str | os.PathLike[str] | Iterable[Any]", split: str | None) -> _Rows:
     """The rows of whatever it is, each with the place where it stands."""
+    before = ""
     if isinstance(source, str | os.PathLike):
-        path = Path(source)
-        if path.is_dir():
-            yield from _given_rows(_from_disk(path), split, f"{path}, ")
+        if not Path(source).is_dir():
+            if split is not None:
+                raise ValueError(f"split={split!r} is for data sets with parts; {source} is a file")
+            yield from read_rows(source, extra="bodes-steer[data]", text_column="prompt")
             return
-        if split is not None:
-            raise ValueError(f"split={split!r} is for data sets with parts; {path} is a file")
-        read = {".jsonl": _json_rows, ".ndjson": _json_rows, ".csv": _csv_rows, ".txt": _lines}.get(path.suffix.lower())
-        if read is not None:
-            try:
-                # Spreadsheets put a byte order mark before UTF-8.
-                with path.open(encoding="utf-8-sig", newline="") as file:
-                    yield from read(path, file)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
-        elif path.suffix.lower() == ".parquet":
-            yield from _parquet_rows(path)
-        else:
-            raise ValueError(f"{path} must end in .jsonl, .csv or .parquet, or be a folder of a saved data set")
-    else:
-        yield from _given_rows(source, split, "")
-
-
-def _given_rows(source: Any, split: str | None, name: str) -> _Rows:
+        source, before = _from_disk(Path(source)), f"{source}, "
     # A data set in parts is a mapping of them.
     if isinstance(source, Mapping):
         if split is None or split not in source:
-            raise ValueError(f"{name}split={split!r} must name one of the parts: {', '.join(map(str, source))}")
+            raise ValueError(f"{before}split={split!r} must name one of the parts: {', '.join(map(str, source))}")
         source = source[split]
     elif split is not None:
-        raise ValueError(f"{name}split={split!r}: the data set has no parts")
-    for number, row in enumerate(source):
-        where = f"{name}row {number}"
-        if not isinstance(row, Mapping):
-            raise ValueError(f"{where} is a {type(row).__name__}; it must be a mapping of columns")  # noqa: TRY004  # as for files
-        yield where, row
-
-
-def _json_rows(path: Path, lines: Iterable[str]) -> _Rows:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise ValueError(  # noqa: TRY004  # the file is wrong, not the caller's type
-                f"{path}, line {number}: expected a JSON object, found {type(row).__name__}"
-            )
-        yield f"{path}, line {number}", row
-
-
-def _csv_rows(path: Path, lines: Iterable[str]) -> _Rows:
-    reader = csv.DictReader(lines)
-    try:
-        for row in reader:
-            if None in row:
-                # A text with commas and no quotes, of which only the beginning would be taken.
-                raise ValueError(
-                    f"{path}, line {reader.line_num}: more cells than the {len(reader.fieldnames or ())} of the "
-                    "header; put texts that hold commas in quotes"
-                )
-            yield f"{path}, line {reader.line_num}", row
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from None
-
-
-def _lines(path: Path, lines: Iterable[str]) -> _Rows:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield f"{path}, line {number}", {"prompt": line.rstrip("\r\n")}
-
-
-def _parquet_rows(path: Path) -> _Rows:
-    # By name, since it has no types, installed or not.
-    parquet = _extra("pyarrow.parquet", f"{path}: Parquet needs")
-    number = 0
-    with path.open("rb") as handle:
-        try:
-            for batch in parquet.ParquetFile(handle).iter_batches():
-                for row in batch.to_pylist():
-                    yield f"{path}, row {number}", row
-                    number += 1
-        except (import_module("pyarrow").ArrowException, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no complete Parquet file ({error})") from None
+        raise ValueError(f"{before}split={split!r}: the data set has no parts")
+    for where, row in read_rows(source):
+        yield f"{before}{where}", row
 
 
 def _from_disk(path: Path) -> Any:
-    datasets = _extra("datasets", f"{path}: a folder of a data set needs")
+    datasets = extras.load("datasets", f"{path}: a folder of a data set needs", "bodes-steer[data]")
     try:
         return datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{path} is no folder of a saved data set ({error})") from None
-
-
-def _extra(module: str, wants: str) -> Any:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
-            raise
-        raise ImportError(f"{wants} the extra 'data': pip install 'bodes-steer[data]'") from None

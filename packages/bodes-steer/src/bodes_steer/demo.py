@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from separata_kit.files import check_writable
 from torch import Tensor, nn
 
-from bodes_steer.data import check_writable
 from bodes_steer.lexicon import vader_judge
 from bodes_steer.report import MEANS, ONE_STEP, PLAIN, REVERSED, TEN_STEPS
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bodes_steer.data import check_writable, write_atomically
+from separata_kit.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from bodes_steer.steerers import Steerer

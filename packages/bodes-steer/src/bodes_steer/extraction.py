@@ -20,9 +20,11 @@ from typing import Any, Literal, get_args
 import torch
 from jaxtyping import Float, Int, Int64
 from separata_core.models import decoder_layers, edit_hidden_states
+from separata_kit.files import digest as json_digest
+from separata_kit.files import lock_file, refuse_special
+from separata_kit.language_models import weights_digest
 from torch import Tensor, nn
 
-from bodes_steer.data import lock_file
 from bodes_steer.files import Origin
 from bodes_steer.model import input_device
 
@@ -302,7 +304,11 @@ def extract_activations(
             duplicates=duplicates,
         )
     else:
-        run = {"weights": _weights_digest(model), "texts": _digest([[s.ids, s.begin] for s in spans]), "limit": limit}
+        run = {
+            "weights": weights_digest(model),
+            "texts": json_digest([[s.ids, s.begin] for s in spans]),
+            "limit": limit,
+        }
         _to_file(Path(out), job, layout, about, run, resume=resume)
         result = Activations.open(out)
     if job.not_finite:
@@ -320,7 +326,7 @@ def _to_file(
     """Run a job into a file, going on where an earlier run stopped."""
     plain = {**about, "model": {k: v for k, v in about["model"].items() if k not in ("model_name", "versions")}}
     run = {**run, "about": plain, "layout": layout.describe()}
-    digest = _digest(run)
+    digest = json_digest(run)
     failure: BaseException | None = None
     done: set[int] = set()
     writer: _Writer | None = None
@@ -591,7 +597,7 @@ def _header(
     """The beginning of a safetensors file; of the same length whatever the digests are."""
     body = {**about, "digests": dict(digests)}
     entry = {"schema": SCHEMA, "version": str(SCHEMA_VERSION), "about": json.dumps(body, sort_keys=True)}
-    entry["sha256"] = _digest([entry["about"], {name: list(each) for name, each in tensors.items()}])
+    entry["sha256"] = json_digest([entry["about"], {name: list(each) for name, each in tensors.items()}])
     header: dict[str, Any] = {"__metadata__": entry}
     start = 0
     for name, (kind, shape) in tensors.items():
@@ -789,7 +795,7 @@ class _Mapped(Mapping[int, Tensor]):
             self.about: dict[str, Any] = json.loads(entry["about"])
             self.digests: dict[str, str] = dict(self.about.pop("digests"))
             ordered = {name: list(tensors[name]) for name in self.digests}
-            if entry["sha256"] != _digest([entry["about"], ordered]) or set(ordered) != set(tensors):
+            if entry["sha256"] != json_digest([entry["about"], ordered]) or set(ordered) != set(tensors):
                 raise ActivationsError(f"{path} was altered: its description does not match its digest")
             self.layers = tuple(sorted(int(name[6:]) for name in tensors if name.startswith("layer.")))
             self._open: dict[str, Tensor] = {}
@@ -817,8 +823,7 @@ class _Mapped(Mapping[int, Tensor]):
 
 
 def _ordinary(path: Path) -> Path:
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is a {'folder' if path.is_dir() else 'device or the like'}; name an ordinary file")
+    refuse_special(path)
     # A link stays one, and the file that it leads to is replaced.
     return path.resolve()
 
@@ -863,21 +868,6 @@ def _stream_digest(file: Any, size: int) -> str:
     while size and (block := file.read(min(size, _BLOCK))):
         digest.update(block)
         size -= len(block)
-    return digest.hexdigest()
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _weights_digest(model: nn.Module) -> str:
-    """A digest of a few values of every weight: enough to tell models, checkpoints and types apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        whole: Any = parameter.detach()
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        values = None if whole.is_meta else whole.flatten()[:8].float().tolist()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values}\n".encode())
     return digest.hexdigest()
 
 

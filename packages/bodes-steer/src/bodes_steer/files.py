@@ -6,14 +6,13 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from separata_kit.files import digest, versions, write_atomically
 from torch import Tensor, nn
 
-from bodes_steer.data import write_atomically
 from bodes_steer.steerers import STEERERS, Steerer, make_steerer
 
 SCHEMA = "bodes-steer/steerer"
@@ -78,7 +77,7 @@ class Origin:
                 raise ValueError(f"layer={layer!r}; it must be the index of a decoder block, from 0")
             if origin.num_layers is not None and layer >= origin.num_layers:
                 raise ValueError(f"layer={layer} does not exist; the model has the layers 0 to {origin.num_layers - 1}")
-        return dataclasses.replace(origin, layer=layer, versions=_versions())
+        return dataclasses.replace(origin, layer=layer, versions=versions(*_VERSIONS_OF))
 
 
 def _describe(model: nn.Module) -> Origin:
@@ -130,10 +129,10 @@ def save_steerer(
         "method": steerer.method,
         "params": _plain_params(steerer),
         "origin": dataclasses.asdict(origin),
-        "tensors": _digest(state),
+        "tensors": _tensor_digest(state),
     }
     try:
-        text = json.dumps({**body, "sha256": _json_digest(body)}, sort_keys=True, allow_nan=False)
+        text = json.dumps({**body, "sha256": digest(body)}, sort_keys=True, allow_nan=False)
     except ValueError as error:
         raise ValueError(f"a parameter of {steerer!r} is not finite: {error}") from None
     from safetensors.torch import save
@@ -171,7 +170,7 @@ def load_steerer(path: str | os.PathLike[str], *, model: Any = None, force: bool
         raise ValueError(
             f"{path} has version {found}; this bodes-steer reads up to version {SCHEMA_VERSION}: install a newer one"
         )
-    if body.pop("sha256", None) != _json_digest(body):
+    if body.pop("sha256", None) != digest(body):
         raise ValueError(f"{path} was altered after it was written: its entry does not match its 'sha256'")
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -180,7 +179,7 @@ def load_steerer(path: str | os.PathLike[str], *, model: Any = None, force: bool
         state = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no complete safetensors file: {error}") from None
-    if _digest(state) != body.get("tensors"):
+    if _tensor_digest(state) != body.get("tensors"):
         raise ValueError(f"{path} was altered after it was written: its tensors do not match their digest")
     method = body.get("method")
     if not isinstance(method, str) or method not in STEERERS:
@@ -259,23 +258,9 @@ def _body(path: Path, data: bytes) -> dict[str, Any]:
     return dict(body)
 
 
-def _digest(state: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _tensor_digest(state: Mapping[str, Tensor]) -> str:
+    made = hashlib.sha256()
     for name, tensor in sorted(state.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _json_digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _VERSIONS_OF:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # a vendored copy has no distribution of its own
-            found[name] = "unknown"
-    return found
+        made.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        made.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return made.hexdigest()

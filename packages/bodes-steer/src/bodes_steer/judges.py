@@ -7,7 +7,6 @@ the user means otherwise. Whoever calls one goes through `judge_scores`, which h
 import concurrent.futures
 import contextlib
 import email.utils
-import hashlib
 import io
 import json
 import math
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from separata_kit.files import digest
 from torch import nn
 
 
@@ -466,7 +466,7 @@ class _Replies:
 
     @staticmethod
     def _key(body: Mapping[str, Any]) -> str:
-        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        return digest(body)
 
     def get(self, body: Mapping[str, Any]) -> str | None:
         return self._known.get(self._key(body))

@@ -5,11 +5,10 @@ byte, with the same matplotlib.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bodes_steer.data import check_writable, write_atomically
+from separata_kit.pictures import draw_on, save_picture
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -20,28 +19,9 @@ if TYPE_CHECKING:
     from bodes_steer.solver import Trajectory
     from bodes_steer.sweeps import Table
 
-FORMATS = (".png", ".svg")
-"""Endings of picture files."""
-
+_HOW: Mapping[str, Any] = {"name": "bodes-steer", "extra": "bodes-steer[plot]"}
 # Where a legend covers nothing.
 _BESIDE: Mapping[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": "x-small"}
-
-
-def check_picture(path: "str | os.PathLike[str]") -> None:
-    """Refuse, before the work, a picture that could not be drawn after it.
-
-    Args:
-        path: The file to come.
-
-    Raises:
-        ValueError: It ends neither in `.png` nor in `.svg`.
-        ImportError: The extra `plot` is not installed.
-        OSError: The file cannot be written there.
-    """
-    if Path(path).suffix.lower() not in FORMATS:
-        raise ValueError(f"{path} must end in {' or '.join(FORMATS)}")
-    _figure_class()
-    check_writable(path)
 
 
 def plot_pareto(
@@ -91,7 +71,7 @@ def plot_pareto(
         axes.set_ylabel(f"{gain} (higher is better)")
         axes.legend(**_BESIDE)
 
-    _on(target, draw, (8, 4.5))
+    draw_on(target, draw, size=(8, 4.5), **_HOW)
 
 
 def plot_layers(table: "Table", target: "str | os.PathLike[str] | Axes") -> None:
@@ -120,7 +100,7 @@ def plot_layers(table: "Table", target: "str | os.PathLike[str] | Axes") -> None
         axes.set_ylabel("share of held-out examples told right")
         axes.legend(**_BESIDE)
 
-    _on(target, draw, (9, 4))
+    draw_on(target, draw, size=(9, 4), **_HOW)
 
 
 def plot_trajectory(trajectory: "Trajectory", target: "str | os.PathLike[str] | Axes") -> None:
@@ -163,7 +143,7 @@ def plot_trajectory(trajectory: "Trajectory", target: "str | os.PathLike[str] | 
             axes.label_outer()
 
     if isinstance(target, str | os.PathLike):
-        _to_file(Path(target), draw, (7, 2.4 * len(panels) + 0.4))
+        save_picture(target, draw, size=(7, 2.4 * len(panels) + 0.4), **_HOW)
     else:
         panel(target, 0)
 
@@ -220,7 +200,7 @@ def plot_pca(
         axes.set_ylabel("second principal component")
         axes.legend(**_BESIDE)
 
-    _on(target, draw, (7.5, 5))
+    draw_on(target, draw, size=(7.5, 5), **_HOW)
 
 
 def _angles(a: "Tensor", b: "Tensor") -> "Tensor":
@@ -229,35 +209,3 @@ def _angles(a: "Tensor", b: "Tensor") -> "Tensor":
 
     a, b = (torch.nn.functional.normalize(each, dim=-1, eps=1e-300) for each in (a, b))
     return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1)) * ((a * a + b * b).sum(-1) > 1.5)
-
-
-def _figure_class() -> "type[Figure]":
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise ImportError("pictures need the extra 'plot': pip install 'bodes-steer[plot]'") from None
-    return Figure
-
-
-def _on(target: "str | os.PathLike[str] | Axes", draw: "Callable[[Axes], None]", size: tuple[float, float]) -> None:
-    """Draw into given axes, or into axes of their own in a file."""
-    if isinstance(target, str | os.PathLike):
-        _to_file(Path(target), lambda figure: draw(figure.subplots()), size)
-    else:
-        draw(target)
-
-
-def _to_file(path: Path, draw: "Callable[[Figure], None]", size: tuple[float, float]) -> None:
-    check_picture(path)
-    figure_class = _figure_class()
-    import matplotlib
-
-    kind = path.suffix.lower()[1:]
-    # Without these, identifiers are random and the file carries the time it was written.
-    with matplotlib.rc_context({"svg.hashsalt": "bodes-steer"}):
-        figure = figure_class(figsize=size, layout="constrained")
-        draw(figure)
-        metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        write_atomically(path, lambda file: figure.savefig(file, format=kind, dpi=150, metadata=metadata))

@@ -6,15 +6,15 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
+from separata_kit.files import read_json_object, write_text
+from separata_kit.journal import Journal
 from torch import Tensor, nn
 
-from bodes_steer.data import lock_file, split_groups, write_text
+from bodes_steer.data import split_groups
 from bodes_steer.steerers import Steerer, make_steerer
 
 if TYPE_CHECKING:
@@ -186,8 +186,7 @@ class Table:
         Raises:
             OSError: It cannot be written.
         """
-        text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
-        write_text(path, text)
+        write_text(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: "str | os.PathLike[str]") -> "Table":
@@ -203,12 +202,7 @@ class Table:
             ValueError: The file is no such table, truncated or of a newer version.
             OSError: It cannot be read.
         """
-        try:
-            body = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a complete JSON file ({error}); it may be truncated") from None
-        if not isinstance(body, dict):
-            raise ValueError(f"{path} holds no JSON object")  # noqa: TRY004  # the file is wrong, not the caller's type
+        body = read_json_object(path)
         try:
             return cls.from_json(body)
         except ValueError as error:
@@ -423,7 +417,8 @@ def sweep(
     named = dict.fromkeys(methods), dict.fromkeys(strengths)
     choices = [(layer, name, each) for layer in by_layer for name in named[0] for each in named[1]]
     rows: list[dict[str, Any]] = []
-    with _Log(resume, run) as log, _bar(progress, 1 + len(choices), "sweep") as bar:
+    log = Journal(resume, run, schema=_LOG_SCHEMA, version=_VERSION, what="file of judged choices")
+    with log, _bar(progress, 1 + len(choices), "sweep") as bar:
 
         def judged(key: str, head: Mapping[str, Any], make: Callable[[], Point]) -> None:
             numbers = log.get(key)
@@ -653,75 +648,3 @@ def _digest(rows: Tensor) -> str:
 
 def _digest_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-class _Log:
-    """Judged choices, each on the disk before the next is begun; a last line that a crash cut off is dropped."""
-
-    def __init__(self, path: "str | os.PathLike[str] | None", run: Mapping[str, Any]) -> None:
-        self._path = None if path is None else Path(path)
-        self._header = {"schema": _LOG_SCHEMA, "version": _VERSION, **json.loads(json.dumps(run))}
-        self._known: dict[str, dict[str, Any]] = {}
-        self._file: Any = None
-
-    def __enter__(self) -> "_Log":
-        if self._path is None:
-            return self
-        self._file = self._path.open("ab")
-        try:
-            lock_file(self._file, self._path)
-            content = self._path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            # Without a line of its own it must be the beginning of ours.
-            lines = whole.splitlines() or ([] if self._line(self._header).startswith(content) else [content])
-            for number, line in enumerate(lines, start=1):
-                self._read(number, line)
-            self._file.truncate(len(whole))
-            if not whole:
-                self._write(self._header)
-        except BaseException:
-            self._file.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        return self._known.get(key)
-
-    def append(self, key: str, row: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._write({"id": key, "row": row})
-
-    def _read(self, number: int, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise TypeError  # noqa: TRY301  # told like all that is wrong
-            if number > 1:
-                self._known[record["id"]] = {**record["row"]}
-                return
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{self._path}, line {number}, is damaged or no choice of a sweep; give another file, or delete it"
-            ) from None
-        if record != self._header:
-            if record.get("schema") != _LOG_SCHEMA:
-                raise ValueError(f"{self._path} is no file of judged choices; it is left as it is")
-            wrong = ", ".join(sorted(key for key in self._header if record.get(key) != self._header[key]))
-            raise ValueError(
-                f"{self._path} was made for another sweep (different {wrong}); give another file, or delete it"
-            )
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(self._line(record))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    @staticmethod
-    def _line(record: Mapping[str, Any]) -> bytes:
-        return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"

@@ -27,13 +27,10 @@ import contextlib
 import copy
 import csv
 import dataclasses
-import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -45,9 +42,11 @@ from separata_core.models import (
     decoder_layers,
     edit_hidden_states,
 )
+from separata_kit.files import digest
+from separata_kit.journal import Journal
+from separata_kit.language_models import weights_digest
 from torch import Tensor, nn
 
-from bodes_steer.data import lock_file
 from bodes_steer.metrics import PairedBootstrap, encode_pair, head_input, head_log_probs, paired_bootstrap
 from bodes_steer.steerers import Steerer, cast_back, make_steerer
 
@@ -743,9 +742,9 @@ def evaluate_truthfulqa(
     scorer = AnswerScorer(model, tokenizer, questions, middle if layer is None else layer, batch_rows=batch_rows)
     halves = two_halves(len(questions), seed)
     run = {
-        "model": _model_digest(model),
-        "tokens": _digest([[each.prompt, *each.answers] for each in scorer._rows]),
-        "questions": _digest([dataclasses.asdict(each) for each in questions]),
+        "model": weights_digest(model)[:32],
+        "tokens": digest([[each.prompt, *each.answers] for each in scorer._rows])[:32],
+        "questions": digest([dataclasses.asdict(each) for each in questions])[:32],
         "layer": scorer.layer,
         "steerers": {method: _plain_params(each) for method, each in made.items()},
         "strengths": grid,
@@ -827,61 +826,19 @@ def _absolute(steerer: Steerer, share: float) -> float:
         return share
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _model_digest(model: nn.Module) -> str:
-    """A digest of a few values of every weight: enough to tell models, checkpoints and types apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = None if parameter.is_meta else parameter.detach().flatten()[:8].float().tolist()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values}\n".encode())
-    return digest.hexdigest()[:32]
-
-
-class _Journal:
-    """Scores of questions, each on the disk before the next is begun; a last line that a crash cut off is dropped."""
-
-    SCHEMA = "bodes-steer/truthfulqa"
-    VERSION = 1
+class _Journal(Journal):
+    """Scores of questions, in lines of an own form."""
 
     def __init__(self, path: str | os.PathLike[str] | None, run: Mapping[str, Any]) -> None:
-        self.path = None if path is None else Path(path)
-        self._header = {"schema": self.SCHEMA, "version": self.VERSION, **run}
-        self._known: dict[tuple[str, int], list[list[float]]] = {}
-        self._file: Any = None
+        super().__init__(path, run, schema="bodes-steer/truthfulqa", version=1, what="journal of TruthfulQA scores")
 
-    def __enter__(self) -> "_Journal":
-        if self.path is None:
-            return self
-        self._file = self.path.open("a+b")
-        try:
-            lock_file(self._file, self.path)
-            self._continue()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
+    def encode(self, key: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        stage, _, place = key.rpartition(" ")
+        return {"stage": stage, "question": int(place), **row}
 
-    def _continue(self) -> None:
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        # Without a line of its own it must be the beginning of ours.
-        for number, line in enumerate(whole.splitlines() or ([content] if content else []), start=1):
-            self._read(number, line, torn=not whole)
-        if len(whole) < len(content):
-            self._file.truncate(len(whole))
-        if not whole:
-            self._write(self._header)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def decode(self, record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        rows = [[float(value) for value in row] for row in record["log_likelihoods"]]
+        return f"{record['stage']} {int(record['question'])}", {"log_likelihoods": rows}
 
     def scores(
         self,
@@ -892,43 +849,18 @@ class _Journal:
         advance: Callable[[], object],
     ) -> dict[int, list[list[float]]]:
         """Log-likelihoods of the answers to each question under each setting, computed where they are not known."""
+        found: dict[int, list[list[float]]] = {}
         for place in places:
-            if (stage, place) in self._known:
+            key = f"{stage} {place}"
+            row = self.get(key)
+            if row is None:
+                found[place] = scorer.steered(place, settings)
+                self.append(key, {"log_likelihoods": found[place]})
+            else:
+                found[place] = row["log_likelihoods"]
                 # Where there are as many numbers as needed they are what was written, or forged.
-                sizes = [len(each) for each in self._known[stage, place]]
+                sizes = [len(each) for each in found[place]]
                 if sizes != [len(scorer.questions[place].answers)] * len(settings):
                     raise ValueError(f"{self.path}, question {place}, was altered; delete the file to start anew")
-            else:
-                found = scorer.steered(place, settings)
-                self._known[stage, place] = found
-                if self._file is not None:
-                    self._write({"stage": stage, "question": place, "log_likelihoods": found})
             advance()
-        return {place: self._known[stage, place] for place in places}
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _read(self, number: int, line: bytes, *, torn: bool) -> None:
-        if torn:
-            if not json.dumps(self._header, separators=(",", ":")).encode().startswith(line):
-                raise ValueError(f"{self.path} is no journal of this run; it is left as it is")
-            return
-        try:
-            record = json.loads(line)
-            if number > 1:
-                rows = [[float(value) for value in row] for row in record["log_likelihoods"]]
-                self._known[str(record["stage"]), int(record["question"])] = rows
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{self.path}, line {number}, is damaged or was altered; delete the file to start anew"
-            ) from None
-        if number == 1 and record != self._header:
-            if not isinstance(record, dict) or record.get("schema") != self.SCHEMA:
-                raise ValueError(f"{self.path} is no journal of TruthfulQA scores; it is left as it is")
-            wrong = ", ".join(sorted(key for key in self._header if record.get(key) != self._header[key]))
-            raise ValueError(
-                f"{self.path} was made for another run (different {wrong}); give another file, or delete it"
-            )
+        return found

@@ -31,7 +31,7 @@ def run_identity(scorer: Scorer) -> dict[str, Any]:
     items = [each if isinstance(each, Example) else Example(each) for each in scorer.items]
     return {
         "model": {key: value for key, value in dataclasses.asdict(identity).items() if key != "name"},
-        "weights": weights_digest(scorer.model),
+        "weights": weights_digest(scorer.model)[:32],
         "task": digest(dataclasses.asdict(scorer.task))[:32],
         "data": digest([[each.text, *each.choices] for each in items])[:32],
         "tokens": digest([scorer.prompts, scorer.label_tokens])[:32],

@@ -147,7 +147,10 @@ class Journal:
             ValueError: It holds a number that is not finite, or the file is not open (`with` opens it).
             OSError: It cannot be written; nothing of it is left in the file then.
         """
-        plain = _plain(row)
+        try:
+            plain = _plain(row)
+        except ValueError as error:
+            raise ValueError(f"the row {key!r} of the {self._what} cannot be kept: {error}") from None
         self.write(self.encode(key, plain))
         self._rows.pop(key, None)
         self._rows[key] = plain

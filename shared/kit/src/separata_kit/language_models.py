@@ -107,7 +107,7 @@ def weights_digest(model: "nn.Module") -> str:
         model: The model. Of weights that are offloaded the shape has to do.
 
     Returns:
-        32 hexadecimal digits.
+        64 hexadecimal digits.
     """
     made = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -116,4 +116,4 @@ def weights_digest(model: "nn.Module") -> str:
         whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
         values = None if whole.is_meta else whole.flatten()[:8].float().tolist()
         made.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values}\n".encode())
-    return made.hexdigest()[:32]
+    return made.hexdigest()

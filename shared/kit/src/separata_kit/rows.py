@@ -164,8 +164,19 @@ def is_text(value: object) -> bool:
     Returns:
         True if so.
     """
-    # JSON can escape half of a surrogate pair, which no tokenizer takes.
-    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= each <= "\udfff" for each in value)
+    return isinstance(value, str) and bool(value.strip()) and not has_half_pair(value)
+
+
+def has_half_pair(value: str) -> bool:
+    """Whether a text holds half of a surrogate pair, which JSON can escape and no tokenizer takes.
+
+    Args:
+        value: The text.
+
+    Returns:
+        True if so.
+    """
+    return any("\ud800" <= each <= "\udfff" for each in value)
 
 
 def shown(value: object, limit: int = 60) -> str:
