@@ -15,11 +15,13 @@ class Letters:
 
     eos_token_id = None
 
-    def __call__(self, text, add_special_tokens=True, return_tensors=None):
-        ids = [ord(letter) - 0x400 for letter in text]
-        return {"input_ids": torch.tensor([ids]) if return_tensors else ids}
+    def encode(self, text, add_special_tokens=True):
+        return [ord(letter) - 0x400 for letter in text]
 
-    def decode(self, ids, skip_special_tokens=False):
+    def __call__(self, text, **_):
+        return {"input_ids": torch.tensor([self.encode(text)])}
+
+    def decode(self, ids, **_):
         return "".join(chr(0x400 + each) for each in ids)
 
 
@@ -35,11 +37,13 @@ class Parrot:
     def __init__(self, *ids):
         self.ids = list(ids)
 
-    def __call__(self, text, add_special_tokens=True, return_tensors=None):
-        ids = [5, 6, 7][: len(text)]
-        return {"input_ids": torch.tensor([ids], dtype=torch.float32 if not ids else None) if return_tensors else ids}
+    def encode(self, text, add_special_tokens=True):
+        return [5, 6, 7]
 
-    def decode(self, ids, skip_special_tokens=False):
+    def __call__(self, text, **_):
+        return {"input_ids": torch.tensor([self.encode(text)])}
+
+    def decode(self, ids, **_):
         return "".join(self.words[each - 10] for each in ids if each >= 10)
 
     def generate(self, ids, **_):

@@ -18,8 +18,8 @@ class Scripted(ChatAttack):
         super().__init__("scripted", mode, **options)
         self.answer, self.asked = answer, []
 
-    def ask(self, messages, seed):
-        self.asked.append((list(messages), seed))
+    def ask(self, messages, seeds):
+        self.asked.append((list(messages), list(seeds)))
         return [self.answer(message) for message in messages]
 
 
@@ -128,23 +128,22 @@ def test_an_answer_that_is_cut_or_missing_keeps_the_original(server):
     assert attack.unchanged == 2
 
 
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
+def test_a_failing_endpoint_is_told_without_the_key(server, monkeypatch):
+    pytest.importorskip("openai", reason="needs the extra 'openai'")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    attack = ChatParaphraser(server.url, "m", retries=0)
+    for answer, told in [
         ((401, {"error": {"message": "bad key sk-secret"}}), r"AuthenticationError \(status 401\)$"),
         ((500, {}), r"InternalServerError \(status 500\)$"),
         ((200, b"{"), "no paraphrase from http"),
         ((200, {"choices": []}), "no paraphrase from http"),
+        ((200, {"choices": [{"message": None, "finish_reason": "stop"}]}), "no paraphrase from http"),
         ((200, b'"words"'), "no paraphrase from http"),
-    ],
-)
-def test_a_failing_endpoint_is_told_without_the_key(server, monkeypatch, answer, told):
-    pytest.importorskip("openai", reason="needs the extra 'openai'")
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    server.answers = {"the": [answer], "She": [answer]}
-    with pytest.raises(ConnectionError, match=told) as caught:
-        ChatParaphraser(server.url, "m", retries=1)([TEXT])
-    assert "sk-secret" not in str(caught.value)
+    ]:
+        server.answers = {"the": [answer], "She": [answer]}
+        with pytest.raises(ConnectionError, match=told) as caught:
+            attack([TEXT])
+        assert "sk-secret" not in str(caught.value)
 
 
 def test_the_endpoint_names_its_extra(block_imports):
@@ -193,7 +192,7 @@ def test_a_local_model_repeats_itself_and_leaves_the_random_state(tiny_models, t
     attack = CausalParaphraser(tiny_models("llama"), tiny_tokenizer, "document", max_new_tokens=8)
     state = torch.get_rng_state()
     messages = ["Hello.", "A longer message."]
-    assert attack.ask(messages, 3) == attack.ask(messages, 3)
+    assert attack.ask(messages, [3, 4]) == attack.ask(messages, [3, 4])
     assert torch.equal(torch.get_rng_state(), state)
     tiny_tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from separata_kit.extras import load
 
+from pmark.decoding import generate_rows
 from pmark.segmentation import Segmenter, make_segmenter
 from pmark.sentence_watermark import DetectionResult, WatermarkedText
-
-_NEEDS = ("KGW needs", "pmark[transformers]")
+from pmark.tokens import added_text, encoded
 
 
 class KGW:
@@ -57,15 +57,16 @@ class KGW:
         Raises:
             ImportError: The extra `transformers` is not installed.
         """
-        transformers = load("transformers", *_NEEDS)
+        transformers = load("transformers", "KGW needs", "pmark[transformers]")
         self.config = transformers.WatermarkingConfig(greenlist_ratio=gamma, bias=delta, hashing_key=key)
         self._detector = transformers.WatermarkDetector(model.config, str(model.device), self.config)
         if self._detector.bos_token_id is None:
             # The detector compares it with tokens, and would fail for models that have none.
             self._detector.bos_token_id = -1
         self._model, self._tokenizer = model, tokenizer
-        self._drawing = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-        self._max_new_tokens, self._batch_size = max_new_tokens, batch_size
+        self._drawing = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
+        self._drawing |= {"do_sample": True, "top_k": 0}
+        self._batch_size = batch_size
         self._segmenter = make_segmenter(segmenter, language)
         self.alpha, self.seed = alpha, seed
 
@@ -77,7 +78,7 @@ class KGW:
             "gamma": self.config.greenlist_ratio,
             "delta": self.config.bias,
             "segmenter": self._segmenter.name,
-            **{name: value for name, value in self._drawing.items() if name != "do_sample"},
+            **self._drawing,
         }
 
     def generate_batch(
@@ -94,34 +95,20 @@ class KGW:
         Returns:
             One text for each prompt, without a trace; `samples` is 1.
         """
-        torch = load("torch", *_NEEDS)
-        model, end = self._model, self._tokenizer.eos_token_id
-        ends = model.generation_config.eos_token_id
-        ends = {end, *(ends if isinstance(ends, list) else [ends])} - {None}
-        padding = next(iter(ends), 0)
-        texts = []
-        with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(np.random.SeedSequence(self.seed).generate_state(1, np.uint64).item() >> 1)
-            for start in range(0, len(prompts), self._batch_size):
-                some = prompts[start : start + self._batch_size]
-                rows = [self._tokenizer(each)["input_ids"] for each in some]
-                width = max(map(len, rows))
-                # Padded on the left by hand: a tokenizer may have no padding token.
-                ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=model.device)
-                mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-                written = model.generate(
-                    ids,
-                    attention_mask=mask,
-                    pad_token_id=padding,
-                    watermarking_config=self.config,
-                    max_new_tokens=self._max_new_tokens,
-                    **self._drawing,
-                )[:, width:].tolist()
-                texts += [
-                    self._text(prompt, row, bool(ends.intersection(row)), max_sentences)
-                    for prompt, row in zip(some, written, strict=True)
-                ]
-        return texts
+        rows = [encoded(self._tokenizer, prompt, index, None) for index, prompt in enumerate(prompts)]
+        written = generate_rows(
+            self._model,
+            self._tokenizer,
+            rows,
+            seed=int(np.random.SeedSequence(self.seed).generate_state(1)[0]),
+            batch_size=self._batch_size,
+            watermarking_config=self.config,
+            **self._drawing,
+        )
+        return [
+            self._text(prompt, added_text(self._tokenizer, row, ids), ended, max_sentences)
+            for prompt, row, (ids, ended) in zip(prompts, rows, written, strict=True)
+        ]
 
     def detect_batch(
         self,
@@ -173,8 +160,7 @@ class KGW:
             reason=f"{int(found.num_green_tokens[0])} of {int(found.num_tokens_scored[0])} tokens are green",
         )
 
-    def _text(self, prompt: str, ids: list[int], ended: bool, max_sentences: int | None) -> WatermarkedText:
-        written = self._tokenizer.decode(ids, skip_special_tokens=True)
+    def _text(self, prompt: str, written: str, ended: bool, max_sentences: int | None) -> WatermarkedText:
         sentences = self._segmenter.split(written)
         if not ended and len(sentences) > 1:
             # Sentences hold the text's own characters, so the last one is found where it stands.

@@ -16,6 +16,8 @@ from jaxtyping import Float
 from separata_kit.extras import load
 
 from pmark.attacks import Attack
+from pmark.decoding import generate_rows
+from pmark.encoders import as_encoder
 from pmark.metrics import n_grams
 
 _FORMS = {
@@ -60,8 +62,8 @@ class ChatAttack(Attack):
         self._forms = _FORMS.get(mode) or [_TRANSLATE.format(each) for each in (pivot, language_name)]
 
     @abstractmethod
-    def ask(self, messages: Sequence[str], seed: int) -> list[str]:
-        """Return the model's answer to each message; empty where there is none or it was cut off."""
+    def ask(self, messages: Sequence[str], seeds: Sequence[int]) -> list[str]:
+        """Return the model's answer to each message; empty where there is none or it was cut off. One seed for each."""
 
     def alter(self, documents: Sequence[list[str]], rngs: Sequence[np.random.Generator]) -> list[list[str]]:
         """Paraphrase documents; see `Attack`. All of them are asked for at once."""
@@ -69,10 +71,10 @@ class ChatAttack(Attack):
         originals = [piece for each in pieces for piece in each]
         answers = originals
         for form in self._forms:
-            seed = int(rngs[0].integers(2**31)) if rngs else 0
+            seeds = [int(rng.integers(2**31)) for rng, each in zip(rngs, pieces, strict=True) for _ in each]
             # An answer that is missing stays missing on the way back.
             asked = [index for index, answer in enumerate(answers) if answer]
-            found = self.ask([form + answers[index] for index in asked], seed)
+            found = self.ask([form + answers[index] for index in asked], [seeds[index] for index in asked])
             answers = [""] * len(originals)
             for index, answer in zip(asked, found, strict=True):
                 answers[index] = " ".join(_THOUGHTS.sub("", answer).split())
@@ -123,14 +125,14 @@ class ChatParaphraser(ChatAttack):
         self._settings: dict[str, Any] = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self._concurrency = concurrency
 
-    def ask(self, messages: Sequence[str], seed: int) -> list[str]:
+    def ask(self, messages: Sequence[str], seeds: Sequence[int]) -> list[str]:
         """Return the answers, in order; see `ChatAttack`.
 
         Raises:
             ConnectionError: A request failed for good; no key is shown.
         """
         with ThreadPoolExecutor(self._concurrency) as pool:
-            waiting = [pool.submit(self._one, message, seed + index) for index, message in enumerate(messages)]
+            waiting = [pool.submit(self._one, *each) for each in zip(messages, seeds, strict=True)]
             try:
                 return [each.result() for each in waiting]
             except BaseException:
@@ -145,13 +147,14 @@ class ChatParaphraser(ChatAttack):
                 messages=[{"role": "user", "content": message}], seed=seed, **self._settings
             )
             [choice] = answer.choices
+            text = choice.message.content or ""
         except (OpenAIError, TypeError, ValueError, AttributeError) as error:
             # An answer's body may repeat the key, so only the kind of error is told.
             status = f" (status {error.status_code})" if isinstance(error, APIStatusError) else ""
             raise ConnectionError(
                 f"no paraphrase from {self._client.base_url}: {type(error).__name__}{status}"
             ) from None
-        return choice.message.content or "" if choice.finish_reason != "length" else ""
+        return text if choice.finish_reason != "length" else ""
 
 
 class CausalParaphraser(ChatAttack):
@@ -188,38 +191,22 @@ class CausalParaphraser(ChatAttack):
         self._model, self._tokenizer, self._batch_size = model, tokenizer, batch_size
         self._settings = {"do_sample": True, "temperature": temperature, "max_new_tokens": max_new_tokens}
 
-    def ask(self, messages: Sequence[str], seed: int) -> list[str]:
+    def ask(self, messages: Sequence[str], seeds: Sequence[int]) -> list[str]:
         """Return the answers, in order; see `ChatAttack`. The global random state is left as it was."""
-        torch = load("torch", "local paraphrasers need", "pmark[transformers]")
-        model, tokenizer, answers = self._model, self._tokenizer, []
-        ends = model.generation_config.eos_token_id
-        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-        with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(seed)
-            for start in range(0, len(messages), self._batch_size):
-                rows = [
-                    tokenizer(
-                        tokenizer.apply_chat_template(
-                            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-                        ),
-                        add_special_tokens=False,
-                    )["input_ids"]
-                    for message in messages[start : start + self._batch_size]
-                ]
-                width = max(map(len, rows))
-                # Padded on the left by hand: a tokenizer may have no padding token.
-                ids = torch.tensor([[tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
-                mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-                written = model.generate(
-                    ids.to(model.device),
-                    attention_mask=mask.to(model.device),
-                    pad_token_id=tokenizer.eos_token_id,
-                    **self._settings,
-                )[:, width:].tolist()
-                answers += [
-                    tokenizer.decode(row, skip_special_tokens=True) if ends.intersection(row) else "" for row in written
-                ]
-        return answers
+        rows = [
+            self._tokenizer(
+                self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+                ),
+                add_special_tokens=False,
+            )["input_ids"]
+            for message in messages
+        ]
+        seed = seeds[0] if seeds else 0
+        answers = generate_rows(
+            self._model, self._tokenizer, rows, seed=seed, batch_size=self._batch_size, **self._settings
+        )
+        return [self._tokenizer.decode(row, skip_special_tokens=True) if ended else "" for row, ended in answers]
 
 
 class Seq2SeqParaphraser(Attack):
@@ -261,8 +248,6 @@ class Seq2SeqParaphraser(Attack):
         Raises:
             ValueError: The bigram attack has no encoder.
         """
-        from pmark.encoders import as_encoder
-
         super().__init__("seq2seq-bigram" if bigram else "seq2seq", **options)
         if bigram and encoder is None:
             raise ValueError("encoder must be given for bigram=True: it judges how far a paraphrase strays")
