@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pmark.samplers import Continuation, check_sampling
+from pmark.tokens import added_text, decoded, encoded
 
 if TYPE_CHECKING:
     from pmark.shared_prefix import Prefix, Rows
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 _WIDE = "\u3002\uff01\uff1f"
 _TERMINATORS = f".!?\u2026\u061f\u0964{_WIDE}"
 _BOUNDARY = re.compile(rf"[{_TERMINATORS}]\S*\s+\S|\n\s*\S|[{_WIDE}]\S")
-_TAIL = 8
 
 
 @dataclass
@@ -139,7 +139,13 @@ class HFSampler:
         import torch
 
         with self._lock, torch.inference_mode():
-            ids = [self._encode(index, context) for index, context in enumerate(contexts)]
+            longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+            room = None if longest is None else longest - self.max_new_tokens
+            texts = contexts if self.wrap is None else [self.wrap(context) for context in contexts]
+            ids = [
+                encoded(self.tokenizer, text, index, room, special=self.wrap is None)
+                for index, text in enumerate(texts)
+            ]
             generator = torch.Generator()
             if seed is None:
                 generator.seed()
@@ -159,36 +165,10 @@ class HFSampler:
                 self._run(batch, ids, uniforms, is_complete)
             drawn: list[list[Continuation]] = [[] for _ in contexts]
             for row in rows:
-                drawn[row.document].append(Continuation(self._text(ids[row.document], row.tokens), row.ended))
+                drawn[row.document].append(
+                    Continuation(added_text(self.tokenizer, ids[row.document], row.tokens), row.ended)
+                )
             return drawn
-
-    def _encode(self, index: int, context: str) -> list[int]:
-        text = context if self.wrap is None else self.wrap(context)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=self.wrap is None)["input_ids"]
-        if not ids:
-            first = next((i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None), None)
-            if first is None:
-                raise ValueError(f"contexts[{index}] is empty, and the tokenizer has no token to begin a text with")
-            ids = [first]
-        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if room is not None and len(ids) + self.max_new_tokens > room:
-            raise ValueError(
-                f"contexts[{index}] has {len(ids)} tokens, which leaves no room for max_new_tokens="
-                f"{self.max_new_tokens} within the {room} positions of the model; shorten it"
-            )
-        return ids
-
-    def _text(self, context: list[int], tokens: list[int]) -> str:
-        # Decoded behind some tokens of the context, since some tokenizers drop the space in front of a text. Half a
-        # character, where the last token allowed broke one up, is left out.
-        tail = self._decode(context[-_TAIL:])
-        whole = self._decode(context[-_TAIL:] + tokens)
-        text = whole[len(tail) :] if whole.startswith(tail) else self._decode(tokens)
-        return text.rstrip("\ufffd")
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
 
     def _prefix(self, ids: list[int]) -> "Prefix":
         from pmark.shared_prefix import run_prefix
@@ -251,7 +231,7 @@ class HFSampler:
         if is_complete is None:
             return False
         if token not in self._pieces:
-            self._pieces[token] = self._decode([token])
+            self._pieces[token] = decoded(self.tokenizer, [token])
         piece = self._pieces[token]
         begins = row.spaced or piece[:1].isspace() or not piece.isascii()
         worth_asking = row.marked and begins and not piece.isspace()
@@ -259,7 +239,7 @@ class HFSampler:
         row.spaced = piece[-1:].isspace()
         if not worth_asking:
             return False
-        text = self._text(ids[row.document], row.tokens)
+        text = added_text(self.tokenizer, ids[row.document], row.tokens)
         return _BOUNDARY.search(text) is not None and is_complete(row.document, text)
 
 

@@ -1,0 +1,67 @@
+"""From a context to the tokens that a model reads, and from the tokens that it adds to the text that they are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_TAIL = 8
+
+
+def encoded(tokenizer: Any, context: str, index: int, room: int | None, *, special: bool = True) -> list[int]:
+    """Gives the tokens of a context.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        context: The text.
+        index: Its number among the contexts, for errors.
+        room: Most tokens that may be; None for any number.
+        special: Whether the tokenizer adds the tokens that a text begins with.
+
+    Returns:
+        At least one token.
+
+    Raises:
+        ValueError: There are too many, or none and the tokenizer has no token to begin a text with.
+    """
+    ids: list[int] = list(tokenizer.encode(context, add_special_tokens=special))
+    if not ids:
+        ids = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+    if not ids:
+        raise ValueError(f"contexts[{index}] is empty, and the tokenizer has no token to begin a text with")
+    if room is not None and len(ids) > room:
+        raise ValueError(
+            f"contexts[{index}] has {len(ids)} tokens; with max_new_tokens more the model has positions for at most "
+            f"{room}: shorten it"
+        )
+    return ids
+
+
+def added_text(tokenizer: Any, context: Sequence[int], tokens: Sequence[int]) -> str:
+    """Gives what tokens add to a context, as text.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        context: The tokens before.
+        tokens: The new ones.
+
+    Returns:
+        The text, without special tokens, and without half a character where the last token broke one up.
+    """
+    # Decoded behind some tokens of the context, since some tokenizers drop the space in front of a text.
+    before = list(context[-_TAIL:])
+    head, whole = decoded(tokenizer, before), decoded(tokenizer, before + list(tokens))
+    text = whole[len(head) :] if whole.startswith(head) else decoded(tokenizer, tokens)
+    return text.rstrip("\ufffd")
+
+
+def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Gives the text of tokens as it is.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        ids: The tokens.
+
+    Returns:
+        The text, without special tokens.
+    """
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
