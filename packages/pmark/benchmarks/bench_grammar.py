@@ -22,24 +22,25 @@ from typing import Any
 import numpy as np
 from pmark import CallableSampler, KSemStamp, PMark, PMarkKey, SemStamp
 from pmark.encoders import TextEncoder, as_encoder
+from pmark.semstamp import spherical_k_means
 from separata_embedded import load_sentence_encoder
 
 SUBJECTS = {
-    "The doctor": "A physician", "My neighbour": "Somebody next door", "The old farmer": "An elderly grower",
+    "The doctor": "A physician", "My neighbour": "A neighbour of mine", "The old farmer": "An elderly grower",
     "A young girl": "One small child", "The thief": "Some burglar", "Our teacher": "An instructor of ours",
-    "The king": "His majesty", "A soldier": "One of the troops", "The lawyer": "An attorney", "His wife": "The woman he married",
+    "The king": "The monarch", "A soldier": "A trooper", "The lawyer": "An attorney", "His wife": "His spouse",
 }  # fmt: skip
 VERBS = {
     "bought": "purchased", "hid": "concealed", "broke": "smashed", "found": "discovered", "painted": "coloured in",
     "lost": "mislaid", "cleaned": "washed", "described": "spoke about", "carried": "hauled", "wanted": "longed for",
 }  # fmt: skip
 OBJECTS = {
-    "the car": "an automobile", "a picture": "some artwork", "the house": "that dwelling", "a horse": "one steed",
+    "the car": "an automobile", "a picture": "some artwork", "the house": "that dwelling", "a horse": "a mare",
     "the letter": "a written note", "some bread": "a loaf", "the boat": "a small vessel", "a coat": "the jacket",
     "the stone": "a piece of rock", "the money": "all that cash",
 }  # fmt: skip
 ADVERBIALS = {
-    "in the morning": "at dawn", "with great care": "very cautiously", "near the river": "beside the stream",
+    "in the morning": "at dawn", "with great care": "cautiously", "near the river": "beside the stream",
     "without a reason": "for no cause",
 }  # fmt: skip
 
@@ -80,7 +81,7 @@ def subject_test(texts: Sequence[Sequence[str]]) -> tuple[float, float]:
     )
 
 
-def methods(encoder: TextEncoder, fitted: Any) -> dict[str, Callable[[int], Any]]:
+def methods(encoder: TextEncoder, centres: np.ndarray) -> dict[str, Callable[[int], Any]]:
     """For each name what makes the method with the key of a number."""
 
     def pmark(seed: int, **options: Any) -> PMark:
@@ -90,8 +91,8 @@ def methods(encoder: TextEncoder, fitted: Any) -> dict[str, Callable[[int], Any]
     return {
         "PMark, online": lambda seed: pmark(seed, mode="online"),
         "PMark, offline": lambda seed: pmark(seed, mode="offline"),
-        "SemStamp": lambda seed: SemStamp(encoder, key_seed=seed, margin=0.0, segmenter="regex", seed=seed),
-        "k-SemStamp": lambda seed: fitted(seed),
+        "SemStamp": lambda seed: SemStamp(encoder, key=seed + 1, margin=0.0, segmenter="regex", seed=seed),
+        "k-SemStamp": lambda seed: KSemStamp(encoder, centres, key=seed + 1, margin=0.0, segmenter="regex", seed=seed),
     }
 
 
@@ -137,14 +138,10 @@ def main() -> None:
     cosine = float((originals * paraphrases).sum(axis=1).mean())
     print(f"mean cosine of a sentence and its paraphrase: {cosine:.3f}")
 
-    def k_semstamp(seed: int) -> KSemStamp:
-        return KSemStamp.fit(
-            encoder, [each for each, _ in SENTENCES[::7]], key_seed=seed, margin=0.0, segmenter="regex", seed=seed
-        )
-
+    centres = spherical_k_means(originals[::7], 8)
     print(f"{'':<16}{'z':>6}{'TPR':>7}{'z para':>8}{'TPR':>7}{'FPR at 1.645':>14}{'chi2':>8}{'TV':>7}{'samples':>9}")
     results = []
-    for name, make in methods(encoder, k_semstamp).items():
+    for name, make in methods(encoder, centres).items():
         found = measured(make, arguments.texts, arguments.null)
         print(
             f"{name:<16}{found['z']:>6.2f}{found['tpr']:>7.2f}{found['z_paraphrased']:>8.2f}{found['tpr_paraphrased']:>7.2f}"
