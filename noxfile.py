@@ -24,7 +24,7 @@ from packaging.version import Version  # nox brings it
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from workspace import Member, Workspace, blocker  # noqa: E402  (it lies in tools/, which is on the path only from here on)
+from workspace import Member, Workspace, blocker, requirement_name  # noqa: E402  (it lies in tools/, which is on the path only from here on)
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "none"  # uv makes the environments, see environment()
@@ -244,13 +244,13 @@ def constraints() -> Path:
     return file
 
 
-def lowest_core(session: nox.Session, member: Member, folder: Path) -> list[str]:
+def lowest_shared(session: nox.Session, member: Member, folder: Path) -> list[str]:
     """Builds the lowest releases of shared distributions that a member admits, from their tags, where they differ."""
     links = ["--find-links", str(folder)]
     tags = subprocess.run(["git", "tag"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for requirement in member.dependencies:
-        name, _, bounds = requirement.partition(">=")
-        shared, floor = HOUSE.find(name.strip()), bounds.split(",")[0].strip()
+    for requirement in (*member.dependencies, *(each for extra in member.extras.values() for each in extra)):
+        bounds = requirement.partition(">=")[2]
+        shared, floor = HOUSE.find(requirement_name(requirement)), bounds.split(",")[0].strip()
         if shared is None or shared is member or not floor:
             continue
         matching = [t for t in tags if t == f"{shared.name}-v{floor}" or t.startswith(f"{shared.name}-v{floor}.")]
@@ -274,11 +274,11 @@ def lowest_core(session: nox.Session, member: Member, folder: Path) -> list[str]
 @nox.session
 @each_published
 def minimum(session: nox.Session, member: Member) -> None:
-    """One package alone on the lowest versions that it declares, the lowest core included."""
+    """One package alone on the lowest versions that it declares, those of what it shares included."""
     folder = built(session)
     venv = bare(session, "minimum")
     install = ["uv", "pip", "install", "--quiet", "--python", str(venv), "--no-sources"]
-    install += lowest_core(session, member, folder)
+    install += lowest_shared(session, member, folder)
     project = str(member.path / "pyproject.toml")
     # What another member's turn left would be kept where it fits, and the floor go untested, but for `--upgrade`.
     lowest = ["--exact", "--upgrade", *OURS, "--resolution", "lowest-direct", "-r", project, "--all-extras"]

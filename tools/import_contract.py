@@ -1,8 +1,8 @@
 """Hold the arrows of the design against every import in the workspace.
 
-Packages do not import each other; core imports nothing of ours, the rest of shared/ no package; embedded is imported by
-demos alone (tests and benchmarks are in no distribution, and may); and nothing heavy is imported by whatever
-`import <package>` executes.
+Packages do not import each other; core and kit import nothing of ours, the rest of shared/ no package; embedded is
+imported by demos alone (tests and benchmarks are in no distribution, and may); and nothing heavy is imported by
+whatever `import <package>` executes.
 
 Example:
     python tools/import_contract.py
@@ -54,7 +54,10 @@ def contracts(members: Collection[Member]) -> dict[str, Any]:
             }
         )
     forbid("shared imports no package", shared, packages)
-    forbid("core imports nothing of ours", ["separata_core"], [m for m in shared if m != "separata_core"])
+    for name in ("core", "kit"):
+        own = f"separata_{name}"
+        if own in shared:
+            forbid(f"{name} imports nothing of ours", [own], [m for m in shared if m != own])
     if "separata_embedded" in shared:
         others = [m for m in [*packages, *shared] if m not in ("separata_embedded", "separata_testing")]
         demos = [

@@ -110,14 +110,11 @@ def _wrapped(text: str) -> str:
     return "\n".join(["(", *(f"        {_literal(piece)}" for piece in pieces), "    )"])
 
 
-def core_range(house: workspace.Workspace) -> str:
-    """Returns the requirement on today's core: from its minor version up to the next one."""
-    major, minor = (int(part) for part in house.member("separata-core").version.split(".")[:2])
-    return (
-        f"separata-core>={major}.{minor},<{major}.{minor + 1}"
-        if major == 0
-        else f"separata-core>={major}.{minor},<{major + 1}.0"
-    )
+def kit_range(house: workspace.Workspace) -> str:
+    """Returns the requirement on today's kit: from its minor version up to the next one."""
+    major, minor = (int(part) for part in house.member("separata-kit").version.split(".")[:2])
+    above = f"{major}.{minor + 1}" if major == 0 else f"{major + 1}.0"
+    return f"separata-kit>={major}.{minor},<{above}"
 
 
 def make(
@@ -163,7 +160,7 @@ def make(
         "url_literal": _literal(url),
         "title_markdown": re.sub(r"([\\\[\]<>*_`])", r"\\\1", title),
         "engines_quoted": json.dumps([_one_line("--engine", engine) for engine in engines], ensure_ascii=False),
-        "core": core_range(house),
+        "kit": kit_range(house),
     }
     target.parent.mkdir(exist_ok=True)
     # In the same folder, so that the last step is a rename; one level deeper, where the workspace does not look.

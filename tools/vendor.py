@@ -1,9 +1,10 @@
 """Copy one package, and just those modules of what is shared that it uses, into another tree.
 
-The copy lies in `DIR/<namespace>/<package>/`; what it uses of separata_core lies inside it, in `_core/`, so that two
-copies of different ages never meet. Imports become relative. Beside the code lie the licence, the manifest
-`VENDORED.json` and `VENDORED.base.zip`, the files as they were written, from which `--update` merges: that works in
-any tree, without this repository's history. What needs separata_embedded is left out, and the manifest says so.
+The copy lies in `DIR/<namespace>/<package>/`; what it uses of separata_core and separata_kit lies inside it, in
+`_core/` and `_kit/`, so that two copies of different ages never meet. Imports become relative. Beside the code lie the
+licence, the manifest `VENDORED.json` and `VENDORED.base.zip`, the files as they were written, from which `--update`
+merges: that works in any tree, without this repository's history. What needs separata_embedded is left out, and the
+manifest says so.
 
 Example:
     python tools/vendor.py zerotuning --into ../serving/src --namespace serving.third_party

@@ -10,11 +10,12 @@ from workspace import Workspace
 
 @pytest.fixture
 def house(tmp_path):
-    """Two packages, core and embedded, each with an empty module; returns a function that writes source into one."""
+    """Two packages, core, kit and embedded, an empty module each; returns a function that writes source into one."""
     (tmp_path / "pyproject.toml").write_text('[tool.uv.workspace]\nmembers = ["shared/*", "packages/*"]\n')
     for folder, name in {
         "shared/core": "separata-core",
         "shared/embedded": "separata-embedded",
+        "shared/kit": "separata-kit",
         "packages/one": "one",
         "packages/two": "two",
     }.items():
@@ -74,7 +75,7 @@ def test_a_late_import_is_allowed(house, text):
 def test_contracts_cover_every_member(house):
     members = house("packages/one/src/one/demo.py", "import separata_embedded\n").members
     settings = tomllib.loads(import_contract.as_toml(import_contract.contracts(members)))["tool"]["importlinter"]
-    assert set(settings["root_packages"]) == {"one", "two", "separata_core", "separata_embedded"}
+    assert set(settings["root_packages"]) == {"one", "two", "separata_core", "separata_embedded", "separata_kit"}
     kinds = {contract["name"]: contract for contract in settings["contracts"]}
     assert kinds["packages do not import each other"]["modules"] == ["one", "two"]
     assert "one.demo -> separata_embedded" in kinds["embedded is for demos alone"]["ignore_imports"]
@@ -86,6 +87,7 @@ def test_contracts_cover_every_member(house):
         ("packages/one/src/one/late.py", "def f():\n    import two\n", "packages do not import each other"),
         ("shared/core/src/separata_core/x.py", "import one\n", "shared imports no package"),
         ("shared/core/src/separata_core/x.py", "import separata_embedded\n", "core imports nothing of ours"),
+        ("shared/kit/src/separata_kit/x.py", "import separata_core\n", "kit imports nothing of ours"),
         ("packages/one/src/one/cli.py", "import separata_embedded\n", "embedded is for demos alone"),
         ("packages/one/src/one/demo.py", "import separata_embedded\n", None),
     ],
