@@ -148,8 +148,8 @@ class _Source:
 def demo(
     model: Model = None,
     encoder: Encoder = None,
-    prompts: Annotated[int, typer.Option(min=2, max=12, help="Prompts to continue.")] = 6,
-    max_sentences: Sentences = 8,
+    prompts: Annotated[int, typer.Option(min=2, max=12, help="Prompts to continue.")] = 8,
+    max_sentences: Sentences = 6,
     samples: Samples = 8,
     channels: Annotated[
         int, typer.Option(min=1, help="Bits in each sentence; --samples must be 2 to their power.")

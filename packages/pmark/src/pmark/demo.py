@@ -16,6 +16,7 @@ from pmark.attacks import WordDeletion
 from pmark.encoders import as_encoder
 from pmark.key import PMarkKey
 from pmark.metrics import perplexity
+from pmark.report import MARKED, UNMARKED, WRONG_KEYS
 from pmark.sentence_watermark import DetectionResult, Unmarked
 from pmark.watermark import PMark
 
@@ -38,10 +39,9 @@ PROMPTS = (
 )
 """Beginnings of stories, one sentence each."""
 
-MARKED, UNMARKED, WRONG_KEYS = "marked", "unmarked", "marked, wrong keys"
-"""The conditions besides the attacks."""
-
 _LEVEL = 0.05
+# Tokens of a sentence. Few are longer, and all wait for the last one.
+_LONGEST = 48
 
 
 def embedded() -> Any:
@@ -164,8 +164,8 @@ def run_demo(
     encoder: Any,
     *,
     out: Path,
-    prompts: int = 6,
-    max_sentences: int = 8,
+    prompts: int = 8,
+    max_sentences: int = 6,
     num_samples: int = 8,
     channels: int = 2,
     wrong_keys: int = 8,
@@ -202,7 +202,11 @@ def run_demo(
         raise ValueError(f"prompts is {prompts}; it must be 2 to {len(PROMPTS)}")
     check_writable(out)
     began = time.monotonic()
-    given, shared, sampler = list(PROMPTS[:prompts]), as_encoder(encoder), HFSampler(model, tokenizer)
+    given, shared, sampler = (
+        list(PROMPTS[:prompts]),
+        as_encoder(encoder),
+        HFSampler(model, tokenizer, max_new_tokens=_LONGEST),
+    )
 
     def watermark(number: int, samples: int = num_samples) -> PMark:
         secret = hashlib.sha256(f"pmark demo {seed} {number}".encode()).digest()

@@ -9,6 +9,9 @@ import numpy as np
 if TYPE_CHECKING:
     from pmark.demo import DemoResult
 
+MARKED, UNMARKED, WRONG_KEYS = "marked", "unmarked", "marked, wrong keys"
+"""The conditions of the demo besides the attack."""
+
 _Counts = Sequence[Sequence[float | None]]
 
 # A difference of this many standard errors is called shown: with the few texts of the demo, p < 0.05.
@@ -112,8 +115,6 @@ def verdict(result: "DemoResult") -> str:
     Returns:
         One line.
     """
-    from pmark.demo import MARKED, UNMARKED, WRONG_KEYS
-
     marked = result.conditions[MARKED]
     parts = []
     for name in (UNMARKED, WRONG_KEYS):
