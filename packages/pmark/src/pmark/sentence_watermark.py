@@ -25,6 +25,7 @@ from pmark.segmentation import Segmenter, clean, first_sentence, is_complete, jo
 
 # Whether a text ends with a sentence shows when another follows.
 _PROBE = "Then it rained."
+_WIDE_STOPS = ("\u3002", "\uff01", "\uff1f")
 LOW_POWER = 4
 """Fewer sentences than this cannot show much."""
 
@@ -190,6 +191,7 @@ class _Turn:
     redraws: int = 0
     drawn: int = 0
     silent: bool = False
+    spent: bool = False
     may_end: bool = False
 
     @property
@@ -469,7 +471,7 @@ class SentenceWatermark(ABC):
             prompts,
             [1 + self.redraws] * len(prompts),
             is_complete=lambda index, text: len(self.segmenter.split(prompts[index] + text)) > lengths[index],
-            seed=_seed(rng),
+            seed=int(rng.integers(2**31)),
         )
         for each, prompt, length, continuations in zip(unfinished, prompts, lengths, answers, strict=True):
             each.samples += len(continuations)
@@ -501,13 +503,13 @@ class SentenceWatermark(ABC):
         while pending:
             self._fill(sampler, [turn for _, turn, _, _ in pending], rng, self.chunk)
             for writing, turn, _, _ in pending:
-                if len(turn.candidates) < self.smallest_pool and self._is_spent(turn):
+                if turn.spent and len(turn.candidates) < self.smallest_pool:
                     over = turn.may_end and not turn.candidates
                     writing.finish_reason = "eos" if over else "sampler_exhausted"
                     writing.samples += turn.drawn
             pending = [each for each in pending if not each[0].finish_reason]
             pools = [
-                Pool(number, previous, turn.sentences, embeddings, self._is_spent(turn), writing.document, thresholds)
+                Pool(number, previous, turn.sentences, embeddings, turn.spent, writing.document, thresholds)
                 for (writing, turn, thresholds, previous), embeddings in zip(
                     pending, self.embed([turn.sentences for _, turn, _, _ in pending]), strict=True
                 )
@@ -552,15 +554,10 @@ class SentenceWatermark(ABC):
         self._fill(sampler, turns, rng, self.num_samples)
         return [turn.sentences for turn in turns]
 
-    def _enough(self, chunk: int) -> int:
-        whole = min(self.min_candidates + 1, self.num_samples) if chunk == self.num_samples else 1
-        return max(whole, self.smallest_pool)
-
-    def _is_spent(self, turn: _Turn) -> bool:
-        return turn.silent or turn.asked >= self.num_samples
-
     def _fill(self, sampler: Sampler, turns: Sequence[_Turn], rng: np.random.Generator, chunk: int) -> None:
         """Draws a chunk for each turn, and more for those with too few candidates while they may have more."""
+        whole = min(self.min_candidates + 1, self.num_samples) if chunk == self.num_samples else 1
+        enough = max(whole, self.smallest_pool)
         pending = list(turns)
         while pending:
             counts = []
@@ -568,26 +565,31 @@ class SentenceWatermark(ABC):
                 left = self.num_samples - turn.asked
                 turn.redraws += left <= 0
                 counts.append(min(chunk, left if left > 0 else self.num_samples - len(turn.candidates)))
-            contexts = [turn.context for turn in pending]
-            answers = draw(
-                sampler,
-                contexts,
-                counts,
-                is_complete=lambda index, text, contexts=contexts: is_complete(self.segmenter, contexts[index], text),  # type: ignore[misc]  # mypy infers no type for a default
-                seed=_seed(rng),
-            )
+            answers = self._draw(sampler, [turn.context for turn in pending], counts, rng)
             for turn, count, continuations in zip(pending, counts, answers, strict=True):
                 turn.asked += count
                 turn.drawn += len(continuations)
                 # It was asked again and again by `draw`.
                 turn.silent = not continuations
                 self._add(turn, continuations)
-            pending = [turn for turn in pending if not self._is_filled(turn, chunk)]
+                turn.spent = turn.silent or turn.asked >= self.num_samples
+            pending = [
+                turn
+                for turn in pending
+                if len(turn.candidates) < (enough if turn.spent else 1)
+                and not (turn.silent or (turn.spent and turn.redraws >= self.redraws))
+            ]
 
-    def _is_filled(self, turn: _Turn, chunk: int) -> bool:
-        if not self._is_spent(turn):
-            return len(turn.candidates) > 0
-        return turn.silent or turn.redraws >= self.redraws or len(turn.candidates) >= self._enough(chunk)
+    def _draw(
+        self, sampler: Sampler, contexts: Sequence[str], counts: Sequence[int], rng: np.random.Generator
+    ) -> list[list[Continuation]]:
+        return draw(
+            sampler,
+            contexts,
+            counts,
+            is_complete=lambda index, text: is_complete(self.segmenter, contexts[index], text),
+            seed=int(rng.integers(2**31)),
+        )
 
     def _add(self, turn: _Turn, continuations: Sequence[Continuation]) -> None:
         """Cuts, cleans and filters continuations, each for itself."""
@@ -605,6 +607,9 @@ class SentenceWatermark(ABC):
         """Returns the candidate, empty if there is none, and whether the continuation holds nothing more."""
         raw = first_sentence(self.segmenter, context, continuation) or ""
         sentence = clean(raw, joiner=self.joiner) if raw.strip() else ""
+        if raw.rstrip().endswith(_WIDE_STOPS):
+            # The full stop that cleaning adds would be a sentence of its own there.
+            sentence = sentence.removesuffix(".")
         if self.round_trip and not (
             round_trips(self.segmenter, context, sentence) and self._is_closed(join(context, sentence))
         ):
@@ -624,10 +629,6 @@ class Unmarked(SentenceWatermark):
     def score(self, documents: Sequence[Document]) -> list[DetectionResult]:
         """Finds nothing."""
         return [DetectionResult.nothing(self.channels, "there is no mark to look for") for _ in documents]
-
-
-def _seed(rng: np.random.Generator) -> int:
-    return int(rng.integers(2**31))
 
 
 def _version() -> str:
