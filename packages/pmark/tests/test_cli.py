@@ -234,7 +234,7 @@ def test_pictures(folder, capsys):
     rng = np.random.default_rng(0)
     for name, rate in (("key", 0.9), ("wrong", 0.5)):
         counts = rng.binomial(1, rate, (6, 4, 2))
-        found = [{"z": float(each.sum() - 4) / 2**0.5, "counts": each.tolist()} for each in counts]
+        found = [{"z": each.sum() / 2.0, "num_sentences": 4, "counts": each.tolist()} for each in counts]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     plot = ("plot", folder / "key.jsonl", "--unmarked", folder / "wrong.jsonl", "--out", folder / "p.svg")
     drawn = set()
@@ -389,13 +389,19 @@ def test_what_goes_wrong(folder, capsys):
     (folder / "empty.jsonl").write_text("")
     (folder / "holes.jsonl").write_text('{"text": "It rained."}\n{"text": ""}\n')
     common = ("--key", folder / "key.json", "--out", folder / "out.jsonl")
-    for data, told in (("empty.jsonl", "there are no texts"), ("holes.jsonl", "line 2"), ("no.jsonl", "no.jsonl")):
+    (folder / "number.jsonl").write_text('{"text": "It rained.", "prompt": 3}\n')
+    for data, told in (
+        ("number.jsonl", "'prompt' must be a text"),
+        ("empty.jsonl", "there are no texts"),
+        ("holes.jsonl", "line 2"),
+        ("no.jsonl", "no.jsonl"),
+    ):
         assert told in output(capsys, "generate", *common, "--data", folder / data, code=1).err
     few = ("generate", *common, "--data", folder / "prompts.txt", "--samples", "3")
     assert "--samples" in output(capsys, *few, code=1).err
     same = ("generate", "--key", folder / "key.json", "--data", folder / "prompts.txt", "--out", folder / "prompts.txt")
     assert "names too" in output(capsys, *same, code=2).err
-    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".jsonl", ".jsonl", ".txt"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json"] * 2 + [".jsonl"] * 3 + [".txt"]
 
 
 def test_what_is_loaded(monkeypatch):

@@ -290,13 +290,14 @@ def detect(
     make, header = _watermark(key, encoder, mode, samples, null, segmenter, language, alpha=alpha)
     header |= {"source": asdict(source), "no_prompt": no_prompt, "window": window}
     for row in rows:
-        make(seed).check_recorded(row.get("settings") or {})
+        if isinstance(row.get("settings"), dict):
+            make(seed).check_recorded(row["settings"], ("encoder", "segmenter", "mode"))
     options: dict[str, Any] = {"has_prompt": not no_prompt, "sampler": source.load() if mode == "online" else None}
     if window:
         options |= {"align": "window", "window": window}
 
     def work(batch: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
-        prompts = None if no_prompt else [row.get("prompt") for row in batch]
+        prompts = None if no_prompt else [row.get("prompt") or None for row in batch]
         results = make(seed).detect_batch([row["text"] for row in batch], prompts=prompts, **options)
         return [{"id": row["id"], **result.to_json()} for row, result in zip(batch, results, strict=True)]
 
@@ -531,8 +532,11 @@ def plot_command(
     counts: dict[str, list[list[list[float]]]] = {}
     for file in [*files, *([] if unmarked is None else [unmarked])]:
         rows = [row for _, row in read_rows(file)]
-        scores[file.stem] = [float(column(row, "z")[1]) for row in rows]
-        counts[file.stem] = [column(row, "counts")[1] for row in rows if column(row, "counts")[1]]
+        try:
+            scores[file.stem] = [float(column(row, "z")[1]) for row in rows]
+            counts[file.stem] = [column(row, "counts")[1] for row in rows if row["num_sentences"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} is not what 'detect --out' wrote: {error}") from None
     if kind == "histogram":
         plots.plot_histogram(scores, out)
     else:
@@ -666,7 +670,9 @@ def _texts(files: Sequence[Path], columns: str, *, whole: bool = False) -> list[
             rows = read_rows(file, text_column=columns.partition("|")[0])
         for place, row in rows:
             try:
-                found.append({**row, "id": row.get("id", place), "text": text(row, columns)})
+                if row.get("prompt"):
+                    text(row, "prompt")
+                found.append({**row, "id": place if row.get("id") is None else row["id"], "text": text(row, columns)})
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
     if not found:
