@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pmark.simmark import SimMark
     from pmark.vllm_sampler import VLLMSampler
     from pmark.watermark import PMark
-
 _MODULES = {
     "evaluation": ("evaluate",),
     "hf_sampler": ("HFSampler",),
