@@ -68,7 +68,7 @@ def test_every_row_has_the_distribution_of_a_plain_forward(architecture):
 def test_a_prefix_runs_on_from_what_it_shares_with_another():
     model = tiny_model("gemma2")
     known = run_prefix(model, numbers(20, 3))
-    for ids in (numbers(20, 3)[:12] + numbers(6, 4), numbers(20, 3)[:9], numbers(20, 3) + [7], numbers(5, 9)):
+    for ids in (numbers(20, 3)[:12] + numbers(6, 4), numbers(20, 3)[:9], [*numbers(20, 3), 7], numbers(5, 9)):
         again = run_prefix(model, ids, known)
         torch.testing.assert_close(again.logits, after(model, ids).float(), atol=1e-4, rtol=0)
         assert [layer.shape[2] for layer in again.keys] == [len(ids)] * 3
