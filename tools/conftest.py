@@ -315,6 +315,18 @@ def write() -> Callable[[Path, Mapping[str, str]], None]:
 
 
 @pytest.fixture
+def write_kit() -> Callable[[Path], None]:
+    """`write_kit(root)` adds the kit, on which every new package stands, to the little workspace."""
+
+    def write(root: Path) -> None:
+        text = dedent(_PROJECT).format(name="separata-kit", version="0.3.1", dependencies="")
+        files = {"pyproject.toml": text, "README.md": "# Kit\n", "src/separata_kit/__init__.py": '"""The kit."""\n'}
+        _write(root / "shared" / "kit", files)
+
+    return write
+
+
+@pytest.fixture
 def git() -> Callable[..., str]:
     """`git(root, *arguments)` runs git and returns what it prints."""
     return _git

@@ -12,11 +12,16 @@ README = "README.md"
 
 
 @pytest.fixture
-def room(house):
-    """A fresh package in the little workspace."""
+def room(house, write_kit):
+    """A fresh package in the little workspace, with the dependencies that tensors take."""
+    write_kit(house)
     arguments = ["probe", "--title", "A Probe", "--paper", "2505.11739", "--root", str(house)]
     assert new_package.main(arguments) == 0
-    return house / "packages" / "probe"
+    file = house / "packages" / "probe" / PYPROJECT
+    kit, core = '    "separata-kit>=0.3,<0.4",\n', '    "separata-core>=0.3,<0.4",\n    "torch>=2.10",\n'
+    assert kit in file.read_text()
+    file.write_text(file.read_text().replace(kit, core))
+    return file.parent
 
 
 def findings(room, capsys):
@@ -217,11 +222,10 @@ def test_headings_in_code_are_none():
     assert list(layout_check._headings(text)) == [(1, 1, "a"), (8, 2, "b"), (13, 3, "c")]
 
 
-def test_shared_member_is_held_to_what_applies(house, capsys, write):
+def test_shared_member_is_held_to_what_applies(house, room, capsys, write):
     """Neither README sections, nor a script, nor benchmarks, nor a table are asked of it."""
     core = house / "shared" / "core"
-    new_package.main(["probe", "--title", "A", "--paper", "2505.11739", "--root", str(house)])
-    probe = (house / "packages" / "probe" / "pyproject.toml").read_text()
+    probe = (room / PYPROJECT).read_text()
     head, tail = probe.split("[project.optional-dependencies]")[0], probe.split("[dependency-groups]")[1]
     text = (
         head

@@ -20,11 +20,9 @@ TITLE = (
 
 
 @pytest.fixture
-def house(house, write):
-    """The little workspace, and the kit, on which every new package stands."""
-    kit = '[project]\nname = "separata-kit"\nversion = "0.3.1"\n'
-    files = {"pyproject.toml": kit, "README.md": "# Kit\n", "src/separata_kit/__init__.py": '"""The kit."""\n'}
-    write(house, {f"shared/kit/{name}": text for name, text in files.items()})
+def house(house, write_kit):
+    """The little workspace with the kit."""
+    write_kit(house)
     return house
 
 
