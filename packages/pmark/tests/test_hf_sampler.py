@@ -107,6 +107,12 @@ def gpt_oss():
     return model
 
 
+@torch.inference_mode()
+def test_the_trial_tells_rounding_from_another_attention():
+    assert usable_with(tiny_model("llama", dtype=torch.bfloat16))
+    assert not usable_with(gpt_oss().to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("make", [bloom, gpt_oss])
 def test_attention_of_another_kind_is_told_and_drawn_from_all_the_same(make, tokenizer):
     other = make()

@@ -22,7 +22,7 @@ _BOUNDARY = re.compile(rf"[{_TERMINATORS}]\S*\s+\S|\n\s*\S|[{_WIDE}]\S")
 @dataclass
 class _Row:
     document: int
-    number: int
+    number: int = 0
     tokens: list[int] = field(default_factory=list)
     marked: bool = False  # whether a sentence may have ended in it
     spaced: bool = False  # whether its last token ends in white space
@@ -151,7 +151,7 @@ class HFSampler:
                 generator.seed()
             else:
                 generator.manual_seed(seed)
-            rows = [_Row(document, 0) for document, count in enumerate(counts) for _ in range(count)]
+            rows = [_Row(document) for document, count in enumerate(counts) for _ in range(count)]
             for number, row in enumerate(rows):
                 row.number = number
             uniforms = torch.rand(len(rows), self.max_new_tokens, dtype=torch.float64, generator=generator)

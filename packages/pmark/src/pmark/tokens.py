@@ -7,7 +7,7 @@ _TAIL = 8
 
 
 def encoded(tokenizer: Any, context: str, index: int, room: int | None, *, special: bool = True) -> list[int]:
-    """Gives the tokens of a context.
+    """Gives the tokens of a context, at least one and at most `room`.
 
     Args:
         tokenizer: A tokenizer of transformers.
@@ -17,7 +17,7 @@ def encoded(tokenizer: Any, context: str, index: int, room: int | None, *, speci
         special: Whether the tokenizer adds the tokens that a text begins with.
 
     Returns:
-        At least one token.
+        Token ids.
 
     Raises:
         ValueError: There are too many, or none and the tokenizer has no token to begin a text with.
@@ -36,16 +36,7 @@ def encoded(tokenizer: Any, context: str, index: int, room: int | None, *, speci
 
 
 def added_text(tokenizer: Any, context: Sequence[int], tokens: Sequence[int]) -> str:
-    """Gives what tokens add to a context, as text.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-        context: The tokens before.
-        tokens: The new ones.
-
-    Returns:
-        The text, without special tokens, and without half a character where the last token broke one up.
-    """
+    """Gives the text that tokens add to a context, without half a character where the last token broke one up."""
     # Decoded behind some tokens of the context, since some tokenizers drop the space in front of a text.
     before = list(context[-_TAIL:])
     head, whole = decoded(tokenizer, before), decoded(tokenizer, before + list(tokens))
@@ -54,14 +45,6 @@ def added_text(tokenizer: Any, context: Sequence[int], tokens: Sequence[int]) ->
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Gives the text of tokens as it is.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-        ids: The tokens.
-
-    Returns:
-        The text, without special tokens.
-    """
+    """Gives the text of tokens as it is, without special tokens."""
     text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
