@@ -109,6 +109,23 @@ def test_regions_are_sides_of_the_normals_and_margins_their_cosines():
     assert "key" not in " ".join(scheme.settings)
 
 
+def test_green_regions_are_the_authors_without_a_key_and_all_others_with_one():
+    corners = np.eye(8)
+
+    def table(**options):
+        scheme = KSemStamp(lambda texts: np.ones((len(texts), 8)), corners, **options)
+        return np.array([scheme.green(np.tile(before, (8, 1)), corners) for before in corners])
+
+    for region, row in enumerate(table()):
+        order = np.random.default_rng(15485863 * region).permutation(8)
+        assert set(np.flatnonzero(row)) == set(order[:2])
+    tables = np.array([table(key=key) for key in range(40)])
+    assert (tables.sum(axis=2) == 2).all()
+    # After every region, 0 as well, each other is green under a quarter of the keys, less five standard deviations.
+    assert tables.mean(axis=0).min() > 0
+    assert tables[:, 0].mean(axis=0).max() < 0.25 + 5 * np.sqrt(0.25 * 0.75 / 40)
+
+
 def test_k_means_finds_directions_and_the_margin_is_to_the_second():
     rng = np.random.default_rng(0)
     centres = np.eye(6)[:3]
@@ -121,8 +138,9 @@ def test_k_means_finds_directions_and_the_margin_is_to_the_second():
     region, margin = scheme.locate(np.array([[0.8, 0.6, 0, 0, 0, 0]]))
     assert region.tolist() == [0]
     assert margin[0] == pytest.approx(0.2)
+    same = np.ones((5, 2)) / np.sqrt(2) + 1e-12 * np.arange(5)[:, None]
     with pytest.raises(ValueError, match="clusters must lie in 2 to the number of different sentences, 1, not 2"):
-        spherical_k_means(np.ones((5, 2)) / np.sqrt(2), 2)
+        spherical_k_means(same, 2)
 
 
 def test_the_count_test_is_one_of_proportions():
@@ -139,7 +157,10 @@ def test_the_count_test_is_one_of_proportions():
     [
         (lambda: distortion(np.array([0.5, 0.0]), 0.5), "masses must be"),
         (lambda: SemStamp(encode, gamma=1.0), "gamma must lie between 0 and 1, not 1.0"),
-        (lambda: SemStamp(encode, key=0), "key must be at least 1, not 0"),
+        (lambda: SemStamp(encode, key=-1), "key must be at least 0, not -1"),
+        (lambda: SemStamp(encode, hyperplanes=1, gamma=0.75), "all of 2 regions green"),
+        (lambda: KSemStamp(encode, np.eye(24)[:1]), "all of 1 regions green"),
+        (lambda: KSemStamp(encode, np.eye(24)[:2] * [[1], [0]]), "centres must be finite and not 0"),
     ],
 )
 def test_wrong_arguments_are_named(call, told):

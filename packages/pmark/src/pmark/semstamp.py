@@ -19,7 +19,7 @@ from pmark.scoring import p_value
 from pmark.sentence_watermark import LOW_POWER, DetectionResult, Document, Pool, Selection, SentenceWatermark
 
 HASH_KEY = 15485863
-"""The millionth prime, by which the authors seed the green regions; a key of one's own is better."""
+"""The millionth prime, by which the authors seed the green regions."""
 
 
 def distortion(masses: Float[np.ndarray, " regions"], gamma: float) -> Float64[np.ndarray, " regions"]:
@@ -58,7 +58,7 @@ class RegionWatermark(SentenceWatermark):
         regions: int,
         gamma: float = 0.25,
         margin: float = 0.02,
-        key: int = HASH_KEY,
+        key: int = 0,
         alpha: float = 0.05,
         num_samples: int = 100,
         chunk: int = 8,
@@ -71,24 +71,28 @@ class RegionWatermark(SentenceWatermark):
             regions: Number of regions.
             gamma: Share of green ones.
             margin: Distance from the border that a written sentence must have, as a cosine; MarkLLM takes 0.01.
-            key: Seeds the green regions of region `r` by `key * r`. numpy permutes, where the authors have torch.
+            key: Seeds, with `HASH_KEY * r`, the green regions after region `r`. 0 is the authors' rule, which everybody
+                knows: take a number of your own. numpy permutes, where the authors have torch.
             alpha: Level of the decision.
             num_samples: Trials for a sentence.
             chunk: Trials drawn at once.
             options: Of `SentenceWatermark`.
 
         Raises:
-            ValueError: `gamma` is not in 0 to 1, or `key` is below 1.
+            ValueError: `gamma` is not in 0 to 1 or leaves no region that is not green, or `key` is below 0.
         """
         super().__init__(encoder, num_samples=num_samples, chunk=chunk, **options)
-        if key < 1:
-            raise ValueError(f"key must be at least 1, not {key}")
+        if key < 0:
+            raise ValueError(f"key must be at least 0, not {key}")
         self.key, self.margin, self.alpha = key, margin, alpha
         size = _green_size(regions, gamma)
+        if size >= regions:
+            raise ValueError(f"gamma={gamma} makes all of {regions} regions green: take a smaller one or more regions")
         self.gamma = size / regions
         self._green = np.zeros((regions, regions), dtype=bool)
         for region, row in enumerate(self._green):
-            row[np.random.default_rng(key * region).permutation(regions)[:size]] = True
+            # A key of 0 is as good as none there. Were it a factor, region 0 would be alike under all keys.
+            row[np.random.default_rng([HASH_KEY * region, key]).permutation(regions)[:size]] = True
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -170,10 +174,13 @@ class KSemStamp(RegionWatermark):
             options: Of `RegionWatermark` and `SentenceWatermark`.
 
         Raises:
-            ValueError: See `RegionWatermark`.
+            ValueError: A centre is 0 or not finite, or see `RegionWatermark`.
         """
         super().__init__(encoder, regions=len(centres), **options)
-        self.centres = centres / np.linalg.norm(centres, axis=1, keepdims=True)
+        lengths = np.linalg.norm(centres, axis=1, keepdims=True)
+        if not (np.isfinite(lengths) & (lengths > 0)).all():
+            raise ValueError("centres must be finite and not 0")
+        self.centres = centres / lengths
 
     @classmethod
     def fit(
@@ -217,7 +224,8 @@ def spherical_k_means(
     Raises:
         ValueError: There are fewer different rows than clusters.
     """
-    rows = np.unique(embeddings.astype(np.float64), axis=0)
+    # What differs by rounding alone is the same sentence, and cannot be told apart by its cosine.
+    rows = np.unique(embeddings.astype(np.float64).round(6), axis=0)
     if not 2 <= clusters <= len(rows):
         raise ValueError(f"clusters must lie in 2 to the number of different sentences, {len(rows)}, not {clusters}")
     rng = np.random.default_rng(seed)
