@@ -1,3 +1,4 @@
+import dataclasses
 import hashlib
 import json
 import math
@@ -85,9 +86,13 @@ def test_rows_tell_how_well_each_is_found_and_what_it_costs(table):
 
 def test_the_table_is_read_and_saved(table, tmp_path):
     lines = table.text().splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 7
     assert lines[0].split()[:3] == ["method", "attack", "auc"]
     assert "1 [1, 1]" in lines[1]
+    assert lines[6] == "tpr_1 and tpr_5: only 12 human texts, so the threshold is the largest of them"
+    enough = dataclasses.replace(table, settings={**table.settings, "human_texts": 20})
+    assert enough.text().endswith("\n\ntpr_1: only 20 human texts, so the threshold is the largest of them")
+    assert "only" not in dataclasses.replace(table, settings={**table.settings, "human_texts": 100}).text()
     table.save(tmp_path / "table.json")
     body = json.loads((tmp_path / "table.json").read_text())
     assert body["schema"] == "pmark/table"
@@ -145,6 +150,16 @@ def test_there_must_be_something_to_compare(missing):
     given = {"methods": {"unmarked": Unmarked(encode, num_samples=1)}, "prompts": PROMPTS, "human_texts": HUMAN}
     with pytest.raises(ValueError, match=f"{missing} is empty"):
         evaluate(**{**given, missing: type(given[missing])()}, sampler=None)
+
+
+def test_what_would_fail_at_the_end_fails_at_the_beginning(block_imports):
+    sampler = Draws()
+    with pytest.raises(ValueError, match="clusters must be at least 1, not 0"):
+        run(sampler, encoder=encode, clusters=0)
+    block_imports("sklearn")
+    with pytest.raises(ImportError, match=r"pip install 'pmark\[evaluation\]'"):
+        run(sampler, encoder=encode, clusters=3)
+    assert sampler.calls == 0
 
 
 def test_attacks_must_have_names_of_their_own():

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from separata_kit.extras import load
 from separata_kit.files import digest, write_json
 from separata_kit.journal import Journal
 from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
@@ -113,11 +114,15 @@ class Table:
         write_json(path, {"schema": "pmark/table", "version": 1, **self.to_json()})
 
     def text(self) -> str:
-        """Return the table for reading, one line for each row."""
+        """Return the table for reading, one line for each row, and a note where a rate has too few human texts."""
         lines: list[tuple[str, ...]] = [("method", "attack", *_COLUMNS)]
         lines += [(row.method, row.attack, *(_shown(getattr(row, name)) for name in _COLUMNS)) for row in self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        shown = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        human = self.settings["human_texts"]
+        if few := [name for name, texts in (("tpr_1", 100), ("tpr_5", 20)) if human < texts]:
+            shown += ["", f"{' and '.join(few)}: only {human} human texts, so the threshold is the largest of them"]
+        return "\n".join(shown)
 
 
 def evaluate(
@@ -147,9 +152,10 @@ def evaluate(
         sampler: The model; None if no method needs one.
         max_sentences: Generated sentences of a text.
         journal: File that keeps what was done, so that a run that was stopped goes on there; also with further methods
-            and attacks. It does not know sampler, encoder and perplexity model, nor keys: take another file for others.
+            and attacks. It knows attacks by name and methods by their settings, and neither the models nor what is
+            secret or was measured (keys, nulls, centres): take another file for others.
         perplexity_model: A causal model of transformers and its tokenizer.
-        encoder: Sentence encoder of the semantic entropy, see `as_encoder`.
+        encoder: Sentence encoder of the semantic entropy (extra `evaluation`), see `as_encoder`.
         clusters: Of the semantic entropy.
         batch_size: Texts handled together.
         draws: Resamples of the bootstrap.
@@ -157,13 +163,20 @@ def evaluate(
         progress: Show a progress bar on standard error.
 
     Raises:
-        ValueError: There are no methods, prompts or human texts, two attacks share a name, or the journal belongs to
-            another run.
+        ValueError: There are no methods, prompts or human texts, two attacks share a name, a number is below 1, or the
+            journal belongs to another run.
+        ImportError: There is an encoder, but the extra `evaluation` is not installed.
         OSError: The journal cannot be written.
     """
     for name, given in (("methods", methods), ("prompts", prompts), ("human_texts", human_texts)):
         if not given:
             raise ValueError(f"{name} is empty: there is nothing to compare")
+    for name, number in (("clusters", clusters), ("batch_size", batch_size), ("draws", draws)):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
+    if encoder is not None and len(prompts) * max_sentences >= 2 * clusters:
+        # What is missing for the last step shows before the first.
+        load("sklearn", "semantic_entropy needs", "pmark[evaluation]")
     named = {attack.name: attack for attack in attacks}
     if len(named) < len(attacks) or {NO_ATTACK, HUMAN} & set(named):
         raise ValueError(f"attacks must have names of their own, other than {NO_ATTACK!r} and {HUMAN!r}")
