@@ -184,6 +184,7 @@ def test_scripts_without_spaces_have_words_too():
         (lambda: WordDeletion(1.5), "rate must lie in 0 to 1, not 1.5"),
         (lambda: SentenceShuffle(keep_first=-1), "keep_first must be at least 0, not -1"),
         (lambda: SynonymSubstitution(0.1, "thesaurus"), "not 'thesaurus'"),
+        (lambda: SynonymSubstitution(0.1, {"small": "tiny"}), r"synonyms\['small'\] must be a list of words"),
         (lambda: SentenceShuffle()([TEXT], prompts=["Another prompt."]), r"texts\[0\] does not begin with its prompt"),
         (lambda: SentenceShuffle()([TEXT], prompts=[]), "0 prompts"),
     ],

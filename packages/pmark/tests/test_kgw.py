@@ -1,3 +1,4 @@
+from statistics import NormalDist
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,6 +73,7 @@ def test_marked_text_is_found_by_its_key_only(scheme):
         # With such a bias only green tokens are drawn, so all but the first, which nothing stands before.
         assert right.z == pytest.approx((count - 1) * 0.75 / np.sqrt((count - 1) * 0.25 * 0.75))
         assert right.is_watermarked
+        assert right.p_value == pytest.approx(NormalDist().cdf(-right.z), rel=1e-6)
         assert f"{count - 1} of {count - 1} tokens are green" == right.reason
         assert wrong.z < right.z
     [human] = scheme.detect_batch([scheme._tokenizer.decode(np.random.default_rng(0).integers(10, 270, 800))])

@@ -20,8 +20,10 @@ def test_roc_passes_every_threshold_and_moves_both_rates_at_ties():
     false, true = roc([3.0, 2.0, 2.0], [2.0, 0.0])
     np.testing.assert_allclose(false, [0, 0, 0.5, 1])
     np.testing.assert_allclose(true, [0, 1 / 3, 1, 1])
-    with pytest.raises(ValueError, match="not 1 positive and 0 negative"):
+    with pytest.raises(ValueError, match="negative must be a list of at least one score"):
         roc([1.0], [])
+    with pytest.raises(ValueError, match="positive must be a list of at least one score without NaN"):
+        roc([np.nan], [1.0])
 
 
 def test_roc_curves_reach_down_to_what_the_negatives_resolve(axes):

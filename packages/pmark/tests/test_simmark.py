@@ -30,6 +30,8 @@ def test_marked_text_lies_in_the_interval_and_other_text_gives_gamma():
     [found] = scheme.detect_batch([text])
     assert found.z == pytest.approx((10 - 10 * scheme.gamma) / np.sqrt(10 * scheme.gamma * (1 - scheme.gamma)))
     assert found.is_watermarked
+    # What was measured tells apart what detects differently.
+    assert scheme.settings["gamma"] == scheme.gamma
     hard = SimMark(encode, interval=INTERVAL, gamma=scheme.gamma, decay=np.inf)
     # The share was measured on these very texts.
     assert np.mean([each.z for each in hard.detect_batch(human)]) == pytest.approx(0, abs=1e-9)

@@ -180,7 +180,8 @@ class SynonymSubstitution(_Rated):
             options: `keep_first`, `segmenter` and `language` of `Attack`.
 
         Raises:
-            ValueError: `rate` is not in 0 to 1, or the data of WordNet are not on this machine.
+            ValueError: `rate` is not in 0 to 1, a word's synonyms are no list, or the data of WordNet are not on this
+                machine.
             ImportError: The extra `nltk` is not installed.
         """
         super().__init__(rate, **options)
@@ -191,6 +192,8 @@ class SynonymSubstitution(_Rated):
             raise ValueError(f"synonyms must be a table or 'wordnet', not {synonyms!r}")
         else:
             table = _own_table() if synonyms is None else synonyms
+            if single := next((word for word, others in table.items() if isinstance(others, str)), None):
+                raise ValueError(f"synonyms[{single!r}] must be a list of words, not one word")
             self._find = lambda word: table.get(word, ())
 
     def _edit(self, sentences: list[str], rng: np.random.Generator) -> list[str]:

@@ -140,7 +140,7 @@ def auc(positive: _Scores, negative: _Scores) -> float:
     """
     from scipy.stats import rankdata  # type: ignore[import-untyped]  # scipy ships no types
 
-    marked, unmarked = _scores("positive", positive), _scores("negative", negative)
+    marked, unmarked = scores_of("positive", positive), scores_of("negative", negative)
     ranks = rankdata(np.concatenate([marked, unmarked]))[: len(marked)].sum()
     return float((ranks - len(marked) * (len(marked) + 1) / 2) / (len(marked) * len(unmarked)))
 
@@ -155,7 +155,7 @@ def tpr_at_fpr(positive: _Scores, negative: _Scores, fpr: float) -> float:
     """
     if not 0 <= fpr <= 1:
         raise ValueError(f"fpr must lie in 0 to 1, not {fpr}")
-    marked, unmarked = _scores("positive", positive), np.sort(_scores("negative", negative))[::-1]
+    marked, unmarked = scores_of("positive", positive), np.sort(scores_of("negative", negative))[::-1]
     # The small term keeps floor(0.29 * 100) at 29.
     allowed = math.floor(fpr * len(unmarked) + 1e-9)
     return 1.0 if allowed == len(unmarked) else float((marked > unmarked[allowed]).mean())
@@ -180,7 +180,12 @@ def bootstrap(
     return Interval(float(statistic(*arrays)), float(low), float(high))
 
 
-def _scores(name: str, values: _Scores) -> Float64[np.ndarray, " n"]:
+def scores_of(name: str, values: _Scores) -> Float64[np.ndarray, " n"]:
+    """Return a list of scores as an array.
+
+    Raises:
+        ValueError: It is empty or holds NaN; `name` says which one.
+    """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not len(array) or np.isnan(array).any():
         raise ValueError(f"{name} must be a list of at least one score without NaN, not of shape {array.shape}")

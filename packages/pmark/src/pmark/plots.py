@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Float64
 from separata_kit.pictures import draw_on
 
+from pmark.metrics import scores_of
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -19,10 +21,12 @@ _SIZE = (6.5, 4.2)
 
 
 def roc(positive: _Scores, negative: _Scores) -> tuple[Float64[np.ndarray, " points"], Float64[np.ndarray, " points"]]:
-    """Return false- and true-positive rates of every threshold, from (0, 0) to (1, 1); ties move both at once."""
-    marked, unmarked = np.asarray(positive, dtype=np.float64), np.asarray(negative, dtype=np.float64)
-    if not len(marked) or not len(unmarked):
-        raise ValueError(f"roc needs scores of both kinds, not {len(marked)} positive and {len(unmarked)} negative")
+    """Return false- and true-positive rates of every threshold, from (0, 0) to (1, 1); ties move both at once.
+
+    Raises:
+        ValueError: A list is empty or holds NaN.
+    """
+    marked, unmarked = scores_of("positive", positive), scores_of("negative", negative)
     # A score counts as detected from its own value on, so the first threshold lies above all of them.
     thresholds = np.concatenate([[np.inf], np.unique(np.concatenate([marked, unmarked]))[::-1]])
     rates = [
@@ -39,7 +43,7 @@ def plot_roc(curves: Mapping[str, tuple[_Scores, _Scores]], target: "str | os.Pa
         target: A file that ends in `.png` or `.svg`, or axes to draw into.
 
     Raises:
-        ValueError: There is no curve, a list of scores is empty, or the file's ending is another one.
+        ValueError: There is no curve, a list of scores is empty or holds NaN, or the file's ending is another one.
         ImportError: The extra `plot` is not installed.
         OSError: The file cannot be written.
     """

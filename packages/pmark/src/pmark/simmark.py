@@ -74,7 +74,8 @@ class SimMark(SentenceWatermark):
     @property
     def settings(self) -> dict[str, Any]:
         """What made a text, for its trace."""
-        return {**super().settings, "measure": self.measure, "interval": list(self.interval)}
+        own = {"measure": self.measure, "interval": list(self.interval), "gamma": self.gamma, "decay": self.decay}
+        return {**super().settings, **own, "components": None if self.components is None else len(self.components)}
 
     def similarity(
         self, previous: Float[np.ndarray, "sentences dim"], embeddings: Float[np.ndarray, "sentences dim"]
