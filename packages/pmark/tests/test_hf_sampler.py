@@ -43,7 +43,8 @@ def numbers(count, seed):
 @torch.inference_mode()
 def test_every_row_has_the_distribution_of_a_plain_forward(architecture):
     """Prefixes of unequal length, longer and shorter than the window of 8, rows that leave, more tokens than room."""
-    model = tiny_model(architecture)
+    # Eager, since the SDPA of some releases leaves soft caps out.
+    model = tiny_model(architecture, attn_implementation="eager")
     assert usable_with(model)
     implementation = model.config._attn_implementation
     prefixes = [numbers(3, 1), numbers(17, 2)]
