@@ -705,8 +705,7 @@ def test_a_copy_and_its_original_load_side_by_side(snapshot: Path, package: str,
     code = f"""
         import importlib, sys
         for name in {loaded!r}:
-            inside = name.removeprefix("_core")
-            original = "separata_core" + inside if name.startswith("_core") else "{package}." + name
+            original = "separata" + name if name.startswith(("_core", "_kit")) else "{package}." + name
             for module in (original, "app.{package}." + name):
                 try:
                     importlib.import_module(module.removesuffix(".__init__"))
@@ -720,7 +719,12 @@ def test_a_copy_and_its_original_load_side_by_side(snapshot: Path, package: str,
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=tmp_path / "app",
-        env={**os.environ, "PYTHONPATH": f"{snapshot}/shared/core/src:{snapshot}/packages/{package}/src"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                f"{snapshot}/{folder}/src" for folder in ("shared/core", "shared/kit", f"packages/{package}")
+            ),
+        },
         capture_output=True,
         text=True,
         check=False,
