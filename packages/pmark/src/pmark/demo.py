@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from pmark.attacks import WordDeletion
 from pmark.encoders import as_encoder
 from pmark.key import PMarkKey
 from pmark.metrics import perplexity
-from pmark.report import MARKED, UNMARKED, WRONG_KEYS
+from pmark.report import MARKED, UNMARKED, WRONG_KEYS, standard_error
 from pmark.sentence_watermark import DetectionResult, Unmarked
 from pmark.watermark import PMark
 
@@ -84,7 +83,7 @@ class Condition:
     @property
     def standard_error(self) -> float:
         """Standard error of the mean."""
-        return _standard_error(self.z)
+        return standard_error(self.z)
 
     def to_json(self) -> dict[str, Any]:
         """A form for JSON."""
@@ -104,7 +103,7 @@ class DemoResult:
     Attributes:
         settings: Prompts, sentences, candidates, channels and seed.
         conditions: Marked, unmarked and attacked texts under the key, marked texts under other keys.
-        log_perplexity: Mean over the prompts of log perplexity, marked less unmarked, and its standard error.
+        log_perplexity: Log perplexity for each prompt, marked less unmarked.
         example: One marked text.
         texts: Where the marked texts were written.
         seconds: How long it took.
@@ -112,18 +111,20 @@ class DemoResult:
 
     settings: Mapping[str, int]
     conditions: Mapping[str, Condition]
-    log_perplexity: tuple[float, float]
+    log_perplexity: tuple[float, ...]
     example: str
     texts: Path
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
         """A form for JSON."""
-        difference, error = self.log_perplexity
         return {
             "settings": dict(self.settings),
             "conditions": {name: each.to_json() for name, each in self.conditions.items()},
-            "log_perplexity": {"marked_less_unmarked": difference, "standard_error": error},
+            "log_perplexity": {
+                "marked_less_unmarked": float(np.mean(self.log_perplexity)),
+                "standard_error": standard_error(self.log_perplexity),
+            },
             "example": self.example,
             "texts": str(self.texts),
             "seconds": round(self.seconds, 1),
@@ -131,11 +132,11 @@ class DemoResult:
 
 
 class _Remembering:
-    """A sampler that draws for a context once, so that other keys are tried on the same draws."""
+    """A sampler that gives for a seed what it gave before, so that other keys are tried on the same draws."""
 
     def __init__(self, sampler: "Sampler") -> None:
         self.sampler = sampler
-        self.drawn: dict[tuple[str, int], list[Continuation]] = {}
+        self.drawn: dict[tuple[str, int, int | None], list[Continuation]] = {}
 
     def sample(
         self,
@@ -145,7 +146,7 @@ class _Remembering:
         is_complete: Callable[[int, str], bool] | None = None,
         seed: int | None = None,
     ) -> "list[list[Continuation]]":
-        wanted = list(zip(contexts, counts, strict=True))
+        wanted = [(context, count, seed) for context, count in zip(contexts, counts, strict=True)]
         new = [index for index, each in enumerate(wanted) if each not in self.drawn]
         if new:
             found = self.sampler.sample(
@@ -164,7 +165,7 @@ def run_demo(
     encoder: Any,
     *,
     out: Path,
-    prompts: int = 8,
+    prompts: int = 6,
     max_sentences: int = 6,
     num_samples: int = 8,
     channels: int = 2,
@@ -202,15 +203,14 @@ def run_demo(
         raise ValueError(f"prompts is {prompts}; it must be 2 to {len(PROMPTS)}")
     check_writable(out)
     began = time.monotonic()
-    given, shared, sampler = (
-        list(PROMPTS[:prompts]),
-        as_encoder(encoder),
-        HFSampler(model, tokenizer, max_new_tokens=_LONGEST),
-    )
+    given, shared = list(PROMPTS[:prompts]), as_encoder(encoder)
+    sampler = HFSampler(model, tokenizer, max_new_tokens=_LONGEST)
 
-    def watermark(number: int, samples: int = num_samples) -> PMark:
+    def watermark(number: int) -> PMark:
         secret = hashlib.sha256(f"pmark demo {seed} {number}".encode()).digest()
-        return PMark(shared, PMarkKey.generate(channels, secret), num_samples=samples, seed=seed)
+        # No more are drawn as long as the halves can be taken: a round for a few rows takes as long as one for many.
+        few = {"num_samples": num_samples, "min_candidates": 2**channels - 1}
+        return PMark(shared, PMarkKey.generate(channels, secret), seed=seed, **few)
 
     attack = WordDeletion(0.1)
     with tqdm(total=6, desc="demo", disable=not progress) as bar:
@@ -246,7 +246,7 @@ def run_demo(
             "seed": seed,
         },
         conditions=conditions,
-        log_perplexity=(float(difference.mean()), _standard_error(difference)),
+        log_perplexity=tuple(difference.tolist()),
         example=marked[0].text,
         texts=out,
         seconds=time.monotonic() - began,
@@ -255,7 +255,3 @@ def run_demo(
 
 def _condition(results: Sequence[DetectionResult]) -> Condition:
     return Condition(tuple(each.z for each in results), sum(each.p_calibrated < _LEVEL for each in results))
-
-
-def _standard_error(values: Sequence[float] | np.ndarray) -> float:
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan

@@ -1,6 +1,5 @@
 """Results in words and tables, for people."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,7 @@ MARKED, UNMARKED, WRONG_KEYS = "marked", "unmarked", "marked, wrong keys"
 
 _Counts = Sequence[Sequence[float | None]]
 
-# A difference of this many standard errors is called shown: with the few texts of the demo, p < 0.05.
-_ERRORS = 3.0
+_LEVEL = 0.05
 
 
 def detection_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -80,6 +78,8 @@ def demo_report(result: "DemoResult") -> str:
     Returns:
         Several lines of text.
     """
+    from scipy import stats  # type: ignore[import-untyped]  # scipy ships no types
+
     settings, conditions = result.settings, result.conditions
     lines = [
         f"{settings['prompts']} prompts continued by up to {settings['sentences']} sentences; {settings['samples']} "
@@ -93,13 +93,14 @@ def demo_report(result: "DemoResult") -> str:
         f"{name:<40}{f'{each.mean:+.2f} +- {each.standard_error:.2f}':<32}{each.found} of {len(each.z)}"
         for name, each in conditions.items()
     ]
-    difference, error = result.log_perplexity
+    ratios = np.array(result.log_perplexity)
+    p_value = float(stats.ttest_1samp(ratios, 0.0).pvalue)
     return "\n".join(
         [
             *lines,
             "",
-            f"log perplexity, marked less unmarked: {difference:+.3f} +- {error:.3f} "
-            f"({'shown' if abs(difference) > _ERRORS * error else 'no difference shown'})",
+            f"log perplexity, marked less unmarked: {ratios.mean():+.3f} +- {standard_error(ratios):.3f} "
+            f"({'no difference shown, ' if not p_value < _LEVEL else ''}p = {p_value:.2g})",
             verdict(result),
             f"marked texts: {result.texts}",
         ]
@@ -115,11 +116,25 @@ def verdict(result: "DemoResult") -> str:
     Returns:
         One line.
     """
-    marked = result.conditions[MARKED]
+    from scipy import stats  # type: ignore[import-untyped]  # scipy ships no types
+
+    marked = result.conditions[MARKED].z
     parts = []
     for name in (UNMARKED, WRONG_KEYS):
-        other = result.conditions[name]
-        apart, error = marked.mean - other.mean, math.hypot(marked.standard_error, other.standard_error)
-        shown = "above" if apart > _ERRORS * error else "not shown to be above"
-        parts.append(f"{shown} {name} by {apart:+.2f} +- {error:.2f}")
-    return f"Marked texts are {' and '.join(parts)}."
+        other = result.conditions[name].z
+        p_value = float(stats.ttest_ind(marked, other, equal_var=False, alternative="greater").pvalue)
+        shown = "above" if p_value < _LEVEL else "not shown to be above"
+        parts.append(f"{shown} {name} by {np.mean(marked) - np.mean(other):+.2f} (p = {p_value:.2g})")
+    return f"z of marked texts is {' and '.join(parts)}."
+
+
+def standard_error(values: Sequence[float] | np.ndarray) -> float:
+    """Standard error of a mean.
+
+    Args:
+        values: At least two.
+
+    Returns:
+        The sample's standard deviation over the root of its size.
+    """
+    return float(np.std(values, ddof=1) / np.sqrt(len(values)))
