@@ -170,6 +170,7 @@ def test_the_prompt_may_be_several_sentences_or_none():
     assert SentenceDrop(1.0, keep_first=0)([TEXT]) == [PROMPT]
     assert SentenceDrop(1.0, keep_first=3)([TEXT]) == [" ".join([PROMPT, *BODY[:3]])]
     assert SentenceShuffle()([PROMPT, "", "   "]) == [PROMPT, "", "   "]
+    assert SentenceDrop(0.0)([f"{PROMPT} \ud800 fell."]) == [f"{PROMPT} \ud800 fell."]
 
 
 def test_scripts_without_spaces_have_words_too():

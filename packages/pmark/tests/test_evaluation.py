@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from pmark import evaluation
 from pmark.attacks import SentenceShuffle, WordDeletion
 from pmark.evaluation import evaluate
 from pmark.metrics import auc
@@ -102,18 +103,23 @@ def test_the_table_is_read_and_saved(table, tmp_path):
 
 
 def test_blocks_do_not_share_their_draws():
-    found = run(Draws(), methods=["unmarked"], attacks=[]).scores
-    again = run(Draws(), methods=["unmarked"], attacks=[]).scores
-    assert found == again
     texts = []
 
     class Seen(Unmarked):
         def detect_batch(self, some, **options):
             texts.extend(some)
-            return super().detect_batch(some, **options)
+            found = super().detect_batch(some, **options)
+            return [dataclasses.replace(each, z=3.0, z_calibrated=2.0) for each in found]
 
-    evaluate({"seen": Seen(encode, num_samples=1)}, ["One."] * 2, HUMAN[:1], sampler=Draws(), batch_size=1, draws=2)
+    seen = {"seen": Seen(encode, num_samples=1)}
+    for _ in range(2):
+        found = evaluate(seen, ["One."] * 2, HUMAN[:1], sampler=Draws(), batch_size=1, draws=2)
+    # The second run said the same.
+    assert texts[:3] == texts[3:]
     assert texts[0] != texts[1]
+    # Detection goes by what is calibrated.
+    assert found.rows[0].mean_z.value == 3
+    assert found.scores["seen"] == {"human": [2.0], "none": [2.0, 2.0]}
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
@@ -139,10 +145,22 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
     assert "proxies" not in journal.read_text()
 
 
-def test_perplexity_is_of_the_text_before_the_attack(tiny_models, tiny_tokenizer):
-    found = run(Draws(), methods=["unmarked"], attacks=[], perplexity_model=(tiny_models("llama"), tiny_tokenizer))
-    [row] = found.rows
-    assert 1 < row.perplexity.low <= row.perplexity.value <= row.perplexity.high
+def test_perplexity_is_of_the_text_before_the_attack(monkeypatch):
+    def judge(texts, *model, prompts):
+        assert model == ("model", "tokenizer")
+        assert all(text.startswith(prompt) and prompt in PROMPTS for text, prompt in zip(texts, prompts, strict=True))
+        # A text without a value is left out of the mean.
+        return np.array(
+            [
+                math.nan if prompt == PROMPTS[1] else float(len(text.split()))
+                for text, prompt in zip(texts, prompts, strict=True)
+            ]
+        )
+
+    monkeypatch.setattr(evaluation, "perplexity", judge)
+    table = run(Draws(), methods=["unmarked"], attacks=[WordDeletion(0.9)], perplexity_model=("model", "tokenizer"))
+    # Six words of prompt, and four sentences of six.
+    assert [row.perplexity for row in table.rows] == [(30, 30, 30)] * 2
 
 
 @pytest.mark.parametrize("missing", ["methods", "prompts", "human_texts"])

@@ -3,8 +3,8 @@ import hashlib
 import numpy as np
 import pytest
 from pmark.samplers import CallableSampler
-from pmark.semstamp import KSemStamp, SemStamp, count_test, distortion, spherical_k_means
-from pmark.sentence_watermark import Document
+from pmark.semstamp import KSemStamp, SemStamp, count_test, distortion, first_accepted, spherical_k_means
+from pmark.sentence_watermark import Document, Pool
 
 PROMPTS = ["The storm had passed.", "A train left the city."]
 
@@ -82,15 +82,19 @@ def test_a_sentence_with_none_before_it_is_no_evidence(scheme):
 def test_without_an_acceptable_sentence_the_last_one_is_taken(scheme):
     drawn = []
 
-    def same(_, count):
-        drawn.extend([" The same."] * count)
+    def numbered(_, count):
+        drawn.extend(f" It was number {len(drawn) + place}." for place in range(count))
         return drawn[-count:]
 
     strict = SemStamp(encode, margin=2.0, num_samples=20, seed=0)
-    [text] = strict.generate_batch(CallableSampler(same), PROMPTS[:1], max_sentences=1)
-    assert text.sentences == ["The same."]
-    assert text.trace[0]["accepted"] is False
+    [text] = strict.generate_batch(CallableSampler(numbered), PROMPTS[:1], max_sentences=1)
     assert len(drawn) == text.samples == 20
+    assert text.sentences == [drawn[-1].strip()]
+    assert text.trace[0]["accepted"] is False
+    # Of several that would do it is the first; without one more are wished for while there may be.
+    pool = Pool(1, np.zeros(2), ["A.", "B.", "C."], np.zeros((3, 2)), exhausted=False, document=0)
+    assert first_accepted(np.array([False, True, True]), pool).index == 1
+    assert first_accepted(np.zeros(3, bool), pool).index is None
 
 
 def test_regions_are_sides_of_the_normals_and_margins_their_cosines():
@@ -156,6 +160,7 @@ def test_the_count_test_is_one_of_proportions():
     ("call", "told"),
     [
         (lambda: distortion(np.array([0.5, 0.0]), 0.5), "masses must be"),
+        (lambda: distortion(np.array([0.5, np.inf]), 0.5), "masses must be"),
         (lambda: SemStamp(encode, gamma=1.0), "gamma must lie between 0 and 1, not 1.0"),
         (lambda: SemStamp(encode, key=-1), "key must be at least 0, not -1"),
         (lambda: SemStamp(encode, hyperplanes=1, gamma=0.75), "all of 2 regions green"),

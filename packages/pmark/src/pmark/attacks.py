@@ -283,7 +283,9 @@ ATTACKS: Mapping[str, Callable[..., Attack]] = {
 
 
 def _generator(seed: int, text: str) -> np.random.Generator:
-    return np.random.default_rng([seed, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")])
+    # Half a surrogate pair is no text, but comes in texts.
+    code = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return np.random.default_rng([seed, int.from_bytes(code[:8], "big")])
 
 
 def _each_word(sentences: list[str], change: Callable[[int, str], str | None]) -> list[str]:

@@ -155,7 +155,7 @@ class KGW:
             p_value=p,
             z_calibrated=z,
             p_calibrated=p,
-            is_watermarked=p < self.alpha,
+            is_watermarked=p <= self.alpha,
             counts=np.zeros((0, 0)),
             thresholds=None,
             num_sentences=sentences,

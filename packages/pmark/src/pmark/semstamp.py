@@ -36,8 +36,8 @@ def distortion(masses: Float[np.ndarray, " regions"], gamma: float) -> Float64[n
         ValueError: A mass is not above 0, or `gamma` is not in 0 to 1.
     """
     q = np.asarray(masses, dtype=np.float64)
-    if q.ndim != 1 or not (q > 0).all():
-        raise ValueError(f"masses must be a list of numbers above 0, not {masses!r}")
+    if q.ndim != 1 or not len(q) or not (np.isfinite(q) & (q > 0)).all():
+        raise ValueError(f"masses must be a list of finite numbers above 0, not {masses!r}")
     q, size = q / q.sum(), _green_size(len(q), gamma)
     found = np.zeros_like(q)
     for green in itertools.combinations(range(len(q)), size):
@@ -285,7 +285,7 @@ def count_test(
         p_value=p,
         z_calibrated=z,
         p_calibrated=p,
-        is_watermarked=p < alpha,
+        is_watermarked=p <= alpha,
         counts=counts[:, None],
         thresholds=None,
         num_sentences=size,
