@@ -397,11 +397,14 @@ def test_what_goes_wrong(folder, capsys):
         ("no.jsonl", "no.jsonl"),
     ):
         assert told in output(capsys, "generate", *common, "--data", folder / data, code=1).err
+    (folder / "letter.md").write_bytes(b"Caf\xe9 is closed.")
+    detect = ("detect", folder / "letter.md", "--key", folder / "key.json", "--mode", "offline")
+    assert "letter.md is not UTF-8" in output(capsys, *detect, code=1).err
     few = ("generate", *common, "--data", folder / "prompts.txt", "--samples", "3")
     assert "--samples" in output(capsys, *few, code=1).err
     same = ("generate", "--key", folder / "key.json", "--data", folder / "prompts.txt", "--out", folder / "prompts.txt")
     assert "names too" in output(capsys, *same, code=2).err
-    assert sorted(path.suffix for path in folder.iterdir()) == [".json"] * 2 + [".jsonl"] * 3 + [".txt"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json"] * 2 + [".jsonl"] * 3 + [".md", ".txt"]
 
 
 def test_what_is_loaded(monkeypatch):

@@ -665,14 +665,20 @@ def _texts(files: Sequence[Path], columns: str, *, whole: bool = False) -> list[
     found: list[dict[str, Any]] = []
     for file in files:
         if whole and file.suffix.lower() not in _TABLES:
-            rows: Any = [(str(file), {"text": file.read_text("utf-8-sig")})]
+            try:
+                rows: Any = [(str(file), {"text": file.read_text("utf-8-sig")})]
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
         else:
             rows = read_rows(file, text_column=columns.partition("|")[0])
         for place, row in rows:
             try:
                 if row.get("prompt"):
                     text(row, "prompt")
-                found.append({**row, "id": place if row.get("id") is None else row["id"], "text": text(row, columns)})
+                name = place if row.get("id") is None else row["id"]
+                # Parquet has more types than JSON.
+                name = name if isinstance(name, str | int) else str(name)
+                found.append({**row, "id": name, "text": text(row, columns)})
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
     if not found:
@@ -698,7 +704,12 @@ def _work_off(
     if out is not None:
         check_writable(out)
         journal_place = out.with_name(out.name + ".journal")
-    header = {**header, "rows": digest(rows), "documents": size, "seed": seed}
+    header = {
+        **header,
+        "rows": digest([[row["id"], row.get("prompt"), row["text"]] for row in rows]),
+        "documents": size,
+        "seed": seed,
+    }
     with (
         Journal(journal_place, header, schema="pmark/journal", version=1, what=f"a run of 'pmark {label}'") as journal,
         tqdm(total=len(rows), desc=label, unit="text") as bar,

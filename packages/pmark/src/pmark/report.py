@@ -116,7 +116,7 @@ def verdict(result: "DemoResult") -> str:
     Returns:
         One line.
     """
-    from scipy import stats  # type: ignore[import-untyped]  # scipy ships no types
+    from scipy import stats
 
     marked = result.conditions[MARKED].z
     parts = []
