@@ -161,22 +161,19 @@ def tpr_at_fpr(positive: _Scores, negative: _Scores, fpr: float) -> float:
     return 1.0 if allowed == len(unmarked) else float((marked > unmarked[allowed]).mean())
 
 
-def bootstrap(
-    statistic: Callable[..., float], *samples: _Scores, draws: int = 1000, level: float = 0.95, seed: int = 0
-) -> Interval:
-    """Return a statistic with its percentile bootstrap interval; every sample is drawn anew by itself.
+def bootstrap(statistic: Callable[..., float], *samples: _Scores, draws: int = 1000, seed: int = 0) -> Interval:
+    """Return a statistic with its percentile bootstrap interval of 95 %; every sample is drawn anew by itself.
 
     Args:
         statistic: Takes as many arrays as there are samples.
         samples: Values, one for each text.
         draws: Number of resamples.
-        level: Of the interval.
         seed: Of the resamples.
     """
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
     rng = np.random.default_rng(seed)
     found = [statistic(*(each[rng.integers(len(each), size=len(each))] for each in arrays)) for _ in range(draws)]
-    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(found, [0.025, 0.975])
     return Interval(float(statistic(*arrays)), float(low), float(high))
 
 
