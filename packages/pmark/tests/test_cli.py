@@ -19,7 +19,9 @@ from pmark import __main__, cli, evaluation, hf_sampler, kgw, openai_sampler, pa
 from pmark.attacks import Attack
 from pmark.key import PMarkKey
 from pmark.samplers import Continuation
+from pmark.scoring import Null
 from pmark.sentence_watermark import Unmarked
+from pmark.watermark import PMark
 from separata_kit import language_models
 
 WORDS = [
@@ -172,6 +174,15 @@ def test_calibration(folder, capsys):
     assert np.mean([row["z_calibrated"] for row in results]) == pytest.approx(0, abs=1e-6)
     # By rank: exactly one of 30 in the highest of 31 places.
     assert min(row["p_calibrated"] for row in results) == pytest.approx(2 / 31)
+    # Online it goes on where it stopped, and is what the library measures.
+    online = ("calibrate", "--key", folder / "key.json", *SMALL[:2], "--no-prompt", "--documents", "4", "--limit", "4")
+    online += ("--data", folder / "human.jsonl", "--out", folder / "online.json")
+    found = as_json(capsys, *online)
+    mark = PMark(encode, PMarkKey.load(folder / "key.json"), num_samples=8, seed=0)
+    mark.seed = int(np.random.SeedSequence((0, 0)).generate_state(1)[0])
+    null = mark.calibrate([row["text"] for row in human[:4]], has_prompt=False, sampler=Words())
+    assert Null.load(folder / "online.json") == null
+    assert found["mean"] == null.mean
     other = PMarkKey.generate(2)
     other.save(folder / "other.json")
     told = output(capsys, *detect[:2], "--key", folder / "other.json", *common[2:], "--null", folder / "null.json").err

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 from separata_kit import console
 from separata_kit.files import check_writable, digest, write_text
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pmark.attacks import Attack
     from pmark.evaluation import Method
     from pmark.samplers import Sampler
+    from pmark.scoring import Null
     from pmark.watermark import PMark
 
 if not TYPE_CHECKING:
@@ -336,6 +338,7 @@ def calibrate(
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     new_tokens: NewTokens = 128,
+    documents: Documents = 8,
     limit: Limit = None,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -347,12 +350,14 @@ def calibrate(
     if prior == "calibrated" and mode == "online":
         raise typer.BadParameter("--mode online draws its medians; leave it out", param_hint="--prior")
     console.check_different_files(key=key, data=data, out=out)
-    texts = [row["text"] for row in _texts([data], "text")[:limit]]
+    rows = _texts([data], "text")[:limit]
     check_writable(out)
-    make, _ = _watermark(key, encoder, mode, samples, None, segmenter, language, prior=prior)
-    sampler = source.load() if mode == "online" else None
-    null = make(seed).calibrate(texts, has_prompt=not no_prompt, sampler=sampler)
-    null.save(out)
+    make, header = _watermark(key, encoder, mode, samples, None, segmenter, language, prior=prior)
+    if mode == "offline":
+        null = make(seed).calibrate([row["text"] for row in rows], has_prompt=not no_prompt)
+        null.save(out)
+    else:
+        null = _calibrate_online(make, source, rows, documents, out, {**header, "no_prompt": no_prompt}, seed)
     # Fewer texts than 1 / rate say nothing about it.
     thresholds = {f"{rate:g}": null.threshold(rate) for rate in (0.01, 0.05) if rate * (null.num_texts + 1) >= 1}
     body = {"texts": null.num_texts, "mean": null.mean, "std": null.std, "thresholds": thresholds, "out": str(out)}
@@ -622,6 +627,44 @@ def _watermark(
     return make, {**description, "encoder": shared.fingerprint()}
 
 
+def _calibrate_online(
+    make: "Callable[[int], PMark]",
+    source: _Source,
+    rows: Sequence[Mapping[str, Any]],
+    size: int,
+    out: Path,
+    header: Mapping[str, Any],
+    seed: int,
+) -> "Null":
+    """As `PMark.calibrate`, some texts at a time, as it takes as long as writing them."""
+    from pmark.scoring import Null
+
+    online, sampler, fitted = make(seed), source.load(), []
+
+    def work(batch: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
+        texts = [row["text"] for row in batch]
+        results = make(seed).detect_batch(texts, has_prompt=not header["no_prompt"], sampler=sampler)
+        return [{"counts": result.to_json()["counts"]} for result in results]
+
+    def fit(out: Path, found: Sequence[Mapping[str, Any]]) -> None:
+        counts = [[each for each in row["counts"] if None not in each] for row in found]
+        about = {"key_id": online.key.id, "encoder": online.encoder.fingerprint(), "segmenter": online.segmenter.name}
+        fitted.append(
+            Null.fit(
+                [np.array(each, float).reshape(-1, online.channels) for each in counts],
+                mode=online.mode,
+                dimension=online.encoder.dimension,
+                tolerance=online.tolerance,
+                decay=online.decay,
+                **about,
+            )
+        )
+        fitted[0].save(out)
+
+    _work_off("calibrate", rows, size, out, {**header, "source": asdict(source)}, work, seed, fit)
+    return fitted[0]
+
+
 def _attack(kind: str, rate: float, source: _Source, options: Mapping[str, Any]) -> "Attack":
     if kind == "sentence-shuffle":
         return ATTACKS[kind](**options)
@@ -694,9 +737,9 @@ def _work_off(
     header: Mapping[str, Any],
     work: Callable[[Sequence[Mapping[str, Any]], int], list[dict[str, Any]]],
     seed: int,
+    write: Callable[[Path, list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Results row by row, `size` at a time, with a journal beside `out` that an interrupted run goes on from."""
-    import numpy as np
     from separata_kit.journal import Journal
     from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
@@ -725,20 +768,19 @@ def _work_off(
             bar.update(len(keys))
         found = [journal.get(str(number)) or {} for number in range(len(rows))]
     if out is not None and journal_place is not None:
-        write_text(out, _as_csv(found) if out.suffix == ".csv" else _as_json_lines(found))
+        (write or _write_table)(out, found)
         journal_place.unlink()
     return found
 
 
-def _as_json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-
-
-def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The columns that hold one value each."""
+def _write_table(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    if out.suffix != ".csv":
+        write_text(out, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+        return
     text = io.StringIO()
+    # The columns that hold one value each.
     names = [name for name, value in rows[0].items() if not isinstance(value, list | dict)]
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return text.getvalue()
+    write_text(out, text.getvalue())
