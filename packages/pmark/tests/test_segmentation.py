@@ -222,12 +222,30 @@ def test_cleaning():
     assert clean(" \n ") == clean("", joiner="") == ""
 
 
+@pytest.mark.parametrize(
+    ("language", "context", "sentence"),
+    [
+        ("zh", "今天好。", "我们去吗\uff1f"),
+        ("ja", "猫がいた。", "行く\uff01"),
+        ("hi", "यह एक है।", "वह दो है।"),
+        ("hy", "Ես եմ։", "Նա է։"),  # noqa: RUF001  Armenian stops
+        ("my", "သွားတယ်။", "လာတယ်။"),
+        ("ar", "ذهبت.", "هل أنت هنا؟"),
+    ],
+)
+def test_stops_of_other_scripts_end_a_sentence(language, context, sentence):
+    segmenter = make_segmenter(language=language)
+    assert clean(f"{sentence} \n") == sentence
+    assert round_trips(segmenter, context, sentence)
+    assert round_trips(segmenter, f"{context} {sentence}", "Then it rained.")
+
+
 @given(text=TEXTS)
 def test_cleaning_twice_is_cleaning_once(text):
     once = clean(text)
     assert clean(once) == once
     assert len(once.splitlines()) <= 1
-    assert once == "" or re.search(r'[.?!"]$', once)
+    assert once == "" or re.search('[.?!"\u3002\uff01\uff1f]$', once)
 
 
 def test_joining():

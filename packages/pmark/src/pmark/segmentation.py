@@ -23,6 +23,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 _RELAX, _LONGEST, _WRAP, _UNSETTLED = 500, 2000, 40, 8
 
 _CJK_STOPS = "\u3002\uff01\uff1f"
+# Full stops and question marks of other scripts; with a full stop behind them they would be no end of a sentence.
+_OTHER_STOPS = "\u0589\u061f\u06d4\u0964\u104b\u1362"
 _CJK_CLOSERS = "\u201d\u2019\u300d\u300f\uff09"
 _BRACKETS = ("()", "[]", "\uff08\uff09", "\u300c\u300d", "\u300e\u300f")
 _DOUBLE_QUOTES = '"\u201c\u201d\u201e\u00ab\u00bb'
@@ -134,18 +136,19 @@ class _Segmenter:
 
 
 def clean(sentence: str, *, joiner: str = " ") -> str:
-    """Makes a candidate a sentence that can be appended (authors' code).
+    """Makes a candidate a sentence that can be appended (authors' code; stops of other scripts are ours).
 
     Args:
         sentence: As cut from what the model wrote.
         joiner: What stands for line breaks. The authors remove them without a trace (""), which glues words together.
 
     Returns:
-        One line with straight double quotes that ends in `.`, `?`, `!` or `"`; empty if there was only white space.
+        One line with straight double quotes that ends in `.`, `?`, `!`, `"` or a stop of another script, a full stop
+        put there if need be; empty if there was only white space.
     """
     lines = (line.strip() if joiner else line for line in sentence.splitlines())
     text = joiner.join(line for line in lines if line).translate(_STRAIGHT).rstrip()
-    return text if not text.strip() or text[-1] in '.?!"' else text + "."
+    return text if not text.strip() or text[-1] in f'.?!"{_CJK_STOPS}{_OTHER_STOPS}' else text + "."
 
 
 def join(context: str, sentence: str) -> str:
