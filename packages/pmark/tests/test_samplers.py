@@ -133,7 +133,15 @@ def test_what_can_never_work_is_raised_at_once(unchecked):
         def sample(self, contexts, counts, *, is_complete=None, seed=None):
             return self.answer
 
-    for answer, message in (([], "each of the 1 contexts"), ([["text"]], "not str"), (None, "must return a list")):
+    missing = Scripted(ModuleNotFoundError("install it"))
+    with pytest.raises(ImportError, match="install it"):
+        draw(missing, ["a"], [1])
+    for answer, message in (
+        ([], "each of the 1 contexts"),
+        ([["text"]], "not str"),
+        (None, "must return a list"),
+        ([None], "must return a list"),
+    ):
         with pytest.raises(SamplerError, match=message):
             draw(Wrong(answer), ["a"], [1])
 

@@ -57,6 +57,7 @@ class Sampler(Protocol):
         Raises:
             ValueError: A context can never be continued, such as one longer than the model takes.
             SamplerError: Nothing can ever be drawn.
+            ImportError: As well.
             Exception: Anything else counts as passing.
         """
         ...
@@ -128,6 +129,7 @@ def draw(
     Raises:
         ValueError: `contexts` and `counts` differ in length, or a count is negative.
         SamplerError: The sampler can never work, or gave something else than lists of continuations.
+        ImportError: It lacks a library.
     """
     if len(contexts) != len(counts) or any(count < 0 for count in counts):
         raise ValueError(f"counts must hold a number >= 0 for each of the {len(contexts)} contexts, not {list(counts)}")
@@ -151,7 +153,7 @@ def draw(
                     is_complete=_for_group(is_complete, group),
                     seed=group_seed,
                 )
-            except SamplerError:
+            except (SamplerError, ImportError):  # a missing library does not pass
                 raise
             except Exception as raised:
                 error, refusal = raised, isinstance(raised, ValueError)
@@ -215,7 +217,7 @@ def _for_group(
 
 
 def _checked(rows: object, count: int) -> list[list[Continuation]]:
-    if not isinstance(rows, list) or len(rows) != count:
+    if not isinstance(rows, list) or len(rows) != count or not all(isinstance(row, list) for row in rows):
         raise SamplerError(f"the sampler must return a list with one list for each of the {count} contexts")
     for row in rows:
         for item in row:
