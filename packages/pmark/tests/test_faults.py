@@ -119,6 +119,15 @@ def test_empty_continuations_end_the_text(text):
     assert result.samples == 6 * 8
 
 
+@pytest.mark.parametrize(("ends", "reason"), [(5, "eos"), (2, "sampler_exhausted")])
+def test_a_model_that_would_rather_end_ends_the_text(ends, reason):
+    # Three candidates of the four that two channels need.
+    drawn = [*birds("", 3), *[Continuation("", ended=True)] * ends, *[" "] * (5 - ends)]
+    calls = itertools.count()
+    sampler = CallableSampler(lambda context, count: drawn if next(calls) == 0 else [])
+    assert watermark(redraws=0).generate(sampler, PROMPT).finish_reason == reason
+
+
 def test_an_open_prompt_that_nobody_finishes():
     sampler = CallableSampler(lambda context, count: [" and"] * count if len(context) < 10 else [])
     text = watermark().generate(sampler, "And Mr.")

@@ -298,7 +298,7 @@ def test_what_made_a_text_is_compared():
         Unmarked(lambda texts: encode(texts)[:, ::-1], num_samples=1).detect(text)
 
 
-@pytest.mark.parametrize("argument", ["num_samples", "chunk", "redraws", "min_candidates"])
+@pytest.mark.parametrize("argument", ["num_samples", "chunk", "redraws", "min_candidates", "seed"])
 def test_numbers_out_of_range(argument):
     with pytest.raises(ValueError, match=f"{argument}=-1"):
         unmarked(**{argument: -1})
@@ -317,6 +317,10 @@ def test_texts_that_are_none():
         watermark.generate(script, PROMPT, max_sentences=0)
     with pytest.raises(TypeError):
         watermark.detect_batch(["a", 7])
+    with pytest.raises(TypeError, match="texts is one string"):
+        watermark.detect_batch("It rained. It snowed.")
+    with pytest.raises(TypeError, match="prompts is one string"):
+        watermark.detect_batch(["a", "b"], prompts="ab")
     with pytest.raises(ValueError, match="1 prompts for 2 texts"):
         watermark.detect_batch(["a", "b"], prompts=["a"])
     assert watermark.detect_batch([]) == []

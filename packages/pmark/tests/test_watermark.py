@@ -2,6 +2,8 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,7 +78,7 @@ class Stops:
     name = "stops"
 
     def split(self, text):
-        return [part for part in re.split(r"(?<=[.!])\s+", text.strip()) if part]
+        return [part for part in re.split(r"(?<=[.!])(?<!Dr\.)\s+", text.strip()) if part]
 
 
 ENCODERS = {each: as_encoder(each) for each in (encode, leaning)}
@@ -108,32 +110,42 @@ def pool(sentences=64):
 
 
 def test_every_candidate_is_equally_likely():
-    # 64 candidates, 4 channels, 3,200 rows of bits: chi-square with 63 degrees of freedom, p > .001 below 103.4.
+    # 64 candidates, 4 channels, 1,600 rows of bits: chi-square with 63 degrees of freedom, p > .001 below 103.4.
     one = pool()
-    many = [Pool(n, one.previous, one.sentences, one.embeddings, True, 0) for n in range(1, 3201)]
+    many = [Pool(n, one.previous, one.sentences, one.embeddings, True, 0) for n in range(1, 1601)]
     chosen = [each.index for each in online(num_samples=64).select(many, np.random.default_rng(0))]
     counts = np.bincount(chosen, minlength=64)
-    assert ((counts - 50) ** 2 / 50).sum() < 103.4
+    assert ((counts - 25) ** 2 / 25).sum() < 103.4
 
 
 def test_text_is_distributed_as_the_model_writes_it():
-    # 8 candidates from 4 sentences, so nearly every median falls among equals; 3 sentences under each of 120 keys.
-    shares = np.array([0.4, 0.3, 0.2, 0.1])
-    animals = ["Cats", "Dogs", "Hens", "Owls"]
+    # 5 candidates and 4 sentences, so that medians fall among equals and halves are odd; one in four is filtered out.
+    weights = {
+        (" Cats sleep. So", False): 0.3,
+        (" Dogs sleep.", True): 0.2,
+        (" Dogs sleep. So", False): 0.1,
+        (" Owls sleep. So", False): 0.15,
+        (" Hens met Dr.", False): 0.15,
+        ("", True): 0.1,
+    }
 
     class Few:
         def sample(self, contexts, counts, *, is_complete=None, seed=None):
-            rng = np.random.default_rng(seed)
-            return [[Continuation(f" {animals[i]} sleep. So") for i in rng.choice(4, n, p=shares)] for n in counts]
+            rng, draws = np.random.default_rng(seed), [Continuation(*each) for each in weights]
+            return [[draws[i] for i in rng.choice(len(draws), n, p=list(weights.values()))] for n in counts]
 
-    counts = np.zeros(4)
-    for number in range(120):
-        key = PMarkKey.generate(3, hashlib.sha256(b"%d" % number).digest())
-        watermark = online(key, num_samples=8, seed=number)
-        for sentence in watermark.generate(Few(), PROMPT, max_sentences=3).sentences:
-            counts[animals.index(sentence.split()[0])] += 1
+    class OwnBits(PMark):
+        def select(self, pools, rng):
+            return super().select([replace(pool, number=pool.document + 1) for pool in pools], rng)
+
+    texts = OwnBits(encode, PMarkKey.generate(2, SECRET), num_samples=5, seed=0, segmenter=Stops()).generate_batch(
+        Few(), [PROMPT] * 1000, max_sentences=1
+    )
+    found = Counter((text.sentences[0][:4], text.finish_reason) for text in texts)
+    kept = {("Cats", "length"): 0.4, ("Dogs", "eos"): 4 / 15, ("Dogs", "length"): 2 / 15, ("Owls", "length"): 0.2}
+    assert found.keys() == kept.keys()
     # Three degrees of freedom: p > .001 below 16.3.
-    assert ((counts - 360 * shares) ** 2 / (360 * shares)).sum() < 16.3
+    assert sum((found[what] - 1000 * share) ** 2 / (1000 * share) for what, share in kept.items()) < 16.3
 
 
 def test_green_rate_online(written_online):
@@ -320,6 +332,17 @@ def test_calibrated_medians_and_null():
         offline(prior="calibrated").generate(Grammar(), PROMPT)
 
 
+def test_the_decision_is_that_of_the_nulls_threshold(written_offline):
+    # 1/20 is the least p-value that 19 texts can show, and enough at this level.
+    watermark = offline(null=offline().calibrate(plain_texts(19)), alpha=0.05)
+    threshold = watermark.null.threshold(0.05)
+    results = watermark.detect_batch([*written_offline, *plain_texts(20, seed=1)])
+    assert [result.is_watermarked for result in results[:10]] == [True] * 10
+    assert results[0].p_calibrated == 0.05
+    assert [result.is_watermarked for result in results] == [result.z_calibrated > threshold for result in results]
+    assert sum(result.is_watermarked for result in results[10:]) < 5
+
+
 def test_a_null_measured_otherwise_is_warned_of(recwarn):
     watermark = offline()
     null = watermark.calibrate(plain_texts(5))
@@ -398,6 +421,7 @@ def test_nothing_secret_is_written(written_online):
         ({"alpha": 1}, "alpha=1"),
         ({"tolerance": -1.0}, "tolerance=-1"),
         ({"mode": "offline", "draft": Grammar()}, "draft"),
+        ({"prior": "calibrated"}, "prior='calibrated' is for mode='offline'"),
     ],
 )
 def test_arguments_out_of_range(options, message):

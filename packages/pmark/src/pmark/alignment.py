@@ -7,6 +7,11 @@ from jaxtyping import Bool, Float
 
 from pmark.scoring import DECAY, TOLERANCE, soft_counts
 
+WINDOW = 2
+"""Greatest shift."""
+PENALTY = 1.5
+"""What each step of a shift costs, in counts."""
+
 
 class Alignment(NamedTuple):
     """The best alignment of a text with a key."""
@@ -26,8 +31,8 @@ def aligned_p_value(
     thresholds: Float[np.ndarray, "sentences channels"],
     bits: Bool[np.ndarray, "rows channels"],
     *,
-    window: int = 2,
-    penalty: float = 1.5,
+    window: int = WINDOW,
+    penalty: float = PENALTY,
     tolerance: float = TOLERANCE,
     decay: float = DECAY,
     draws: int = 999,

@@ -30,18 +30,6 @@ class Matching(NamedTuple):
     """In how many channels it lies on the side that its bit asks for."""
 
 
-def smallest_sample(channels: int) -> int:
-    """The least number N of candidates with which every channel has something to halve.
-
-    Args:
-        channels: Number b of channels.
-
-    Returns:
-        2 to the power of `channels`.
-    """
-    return 1 << channels
-
-
 def halve(
     proxies: Float64[np.ndarray, "docs candidates channels"],
     bits: Bool[np.ndarray, "docs channels"],
@@ -97,24 +85,6 @@ def halve(
     return Halving(chosen, mask, survivors, medians)
 
 
-def match_counts(
-    proxies: Float64[np.ndarray, "docs candidates channels"],
-    thresholds: Float64[np.ndarray, "docs channels"],
-    bits: Bool[np.ndarray, "docs channels"],
-) -> Int[np.ndarray, "docs candidates"]:
-    """In how many channels every candidate lies on the side that its bit asks for: F_j >= m_j for 1, below for 0.
-
-    Args:
-        proxies: F_j of every candidate.
-        thresholds: m_j of every channel.
-        bits: The sentence's bits.
-
-    Returns:
-        The numbers, 0 to b.
-    """
-    return np.asarray(((proxies >= thresholds[:, None]) == bits[:, None]).sum(-1))
-
-
 def best_match(
     proxies: Float64[np.ndarray, "docs candidates channels"],
     thresholds: Float64[np.ndarray, "docs channels"],
@@ -122,8 +92,11 @@ def best_match(
     rng: np.random.Generator,
     *,
     sizes: Int[np.ndarray, "docs"] | None = None,
+    first: bool = False,
 ) -> Matching:
     """Choose, at random, one of the candidates with most channels on the right side (parallel and offline).
+
+    The right side is F_j >= m_j for bit 1, below for bit 0.
 
     Args:
         proxies: F_j of every candidate; finite.
@@ -131,6 +104,7 @@ def best_match(
         bits: The sentence's bits.
         rng: Chooses among equals.
         sizes: How many candidates each document has, at least 1; the rest is padding. By default all.
+        first: Of those right in all channels take the first, so that what was drawn after it does not matter.
 
     Returns:
         The choice.
@@ -141,11 +115,13 @@ def best_match(
     count = _check(proxies, bits, sizes)
     if thresholds.shape != bits.shape:
         raise ValueError(f"thresholds has the shape {thresholds.shape}; bits has {bits.shape}")
-    matches = match_counts(proxies, thresholds, bits)
+    matches = ((proxies >= thresholds[:, None]) == bits[:, None]).sum(-1)
     matches[np.arange(proxies.shape[1]) >= count[:, None]] = -1
     most = matches.max(axis=1)
-    chosen = np.where(matches == most[:, None], rng.random(matches.shape), -1.0).argmax(axis=1)
-    return Matching(chosen, most)
+    ranks = rng.random(matches.shape)
+    if first:
+        ranks[most == proxies.shape[2]] = 0.0
+    return Matching(np.where(matches == most[:, None], ranks, -1.0).argmax(axis=1), most)
 
 
 def _check(

@@ -25,7 +25,6 @@ from pmark.segmentation import Segmenter, clean, first_sentence, is_complete, jo
 
 # Whether a text ends with a sentence shows when another follows.
 _PROBE = "Then it rained."
-_WIDE_STOPS = ("\u3002", "\uff01", "\uff1f")
 LOW_POWER = 4
 """Fewer sentences than this cannot show much."""
 
@@ -97,7 +96,8 @@ class WatermarkedText:
         opening: What the model added to a prompt that stopped within a sentence; carries no watermark.
         sentences: The generated sentences.
         trace: One record for each sentence.
-        finish_reason: "length", "eos" (the model ended it) or "sampler_exhausted" (too few candidates were left).
+        finish_reason: "length", "eos" (the model ended it: with the chosen sentence, or in more draws than were left as
+            candidates where those were too few) or "sampler_exhausted" (too few were left otherwise).
         samples: How many continuations were drawn.
         round_trips: The segmenter finds exactly these sentences in the text; without it detection sees others.
         settings: What made it: method, key id, encoder, segmenter, versions. Nothing secret.
@@ -127,7 +127,7 @@ class DetectionResult:
         p_value: Its nominal p-value.
         z_calibrated: Standardised with mean and deviation of unmarked text.
         p_calibrated: Its p-value; this one decides.
-        is_watermarked: Whether it lies below the level.
+        is_watermarked: Whether it is at most the level.
         counts: Evidence of every sentence in every channel, from 0 to 1; NaN where a sentence can carry none.
         thresholds: What the proxies were compared with.
         num_sentences: How many sentences were tested.
@@ -158,13 +158,10 @@ class DetectionResult:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("counts", "thresholds"):
             array = values[name]
-            values[name] = None if array is None else [listed(row) for row in array]
+            values[name] = (
+                None if array is None else [[None if np.isnan(x) else float(x) for x in row] for row in array]
+            )
         return values
-
-
-def listed(row: Float64[np.ndarray, " n"]) -> list[float | None]:
-    """Returns a row as JSON knows it; NaN is None."""
-    return [None if np.isnan(value) else float(value) for value in row]
 
 
 @dataclass
@@ -192,7 +189,7 @@ class _Turn:
     drawn: int = 0
     silent: bool = False
     spent: bool = False
-    may_end: bool = False
+    ends: int = 0
 
     @property
     def sentences(self) -> list[str]:
@@ -247,6 +244,7 @@ class SentenceWatermark(ABC):
             ("chunk", chunk, 1),
             ("redraws", redraws, 0),
             ("min_candidates", min_candidates, 0),
+            ("seed", seed, 0),
         ):
             if value is not None and value < least:
                 raise ValueError(f"{argument}={value}: must be at least {least}")
@@ -413,10 +411,12 @@ class SentenceWatermark(ABC):
         has_prompt: bool = True,
     ) -> list[Document]:
         """Takes texts apart, as `detect_batch` does."""
+        given: Sequence[str | None] = [None] * len(texts) if prompts is None else prompts
+        _check_texts("texts", texts, WatermarkedText)
+        _check_texts("prompts", given, type(None))
         for each in texts:
             if isinstance(each, WatermarkedText):
                 self.check_recorded(each.settings)
-        given: Sequence[str | None] = [None] * len(texts) if prompts is None else prompts
         if len(given) != len(texts):
             raise ValueError(f"{len(given)} prompts for {len(texts)} texts: must be as many")
         known = [
@@ -424,8 +424,6 @@ class SentenceWatermark(ABC):
             for each, prompt in zip(texts, given, strict=True)
         ]
         plain = [each.text if isinstance(each, WatermarkedText) else each for each in texts]
-        _check_texts("texts", plain)
-        _check_texts("prompts", [each for each in known if each is not None])
         parts = [self._part(text, prompt, has_prompt) for text, prompt in zip(plain, known, strict=True)]
         flat = [sentence for sentences, _, _ in parts for sentence in sentences]
         encoded = np.asarray(self.encoder.encode(flat), np.float64) if flat else np.zeros((0, 0))
@@ -504,7 +502,7 @@ class SentenceWatermark(ABC):
             self._fill(sampler, [turn for _, turn, _, _ in pending], rng, self.chunk)
             for writing, turn, _, _ in pending:
                 if turn.spent and len(turn.candidates) < self.smallest_pool:
-                    over = turn.may_end and not turn.candidates
+                    over = turn.ends > len(turn.candidates)
                     writing.finish_reason = "eos" if over else "sampler_exhausted"
                     writing.samples += turn.drawn
             pending = [each for each in pending if not each[0].finish_reason]
@@ -598,18 +596,14 @@ class SentenceWatermark(ABC):
             if each.text not in cut:
                 cut[each.text] = self._cut(turn.context, each.text)
             sentence, is_all = cut[each.text]
-            turn.may_end |= each.ended and not each.text.strip()
+            turn.ends += each.ended and not each.text.strip()
             if sentence and not (self.deduplicate and sentence in seen):
                 seen.add(sentence)
                 turn.candidates.append(Continuation(sentence, each.ended and is_all))
 
     def _cut(self, context: str, continuation: str) -> tuple[str, bool]:
         """Returns the candidate, empty if there is none, and whether the continuation holds nothing more."""
-        raw = first_sentence(self.segmenter, context, continuation) or ""
-        sentence = clean(raw, joiner=self.joiner) if raw.strip() else ""
-        if raw.rstrip().endswith(_WIDE_STOPS):
-            # The full stop that cleaning adds would be a sentence of its own there.
-            sentence = sentence.removesuffix(".")
+        sentence = clean(first_sentence(self.segmenter, context, continuation) or "", joiner=self.joiner)
         if self.round_trip and not (
             round_trips(self.segmenter, context, sentence) and self._is_closed(join(context, sentence))
         ):
@@ -638,9 +632,9 @@ def _version() -> str:
         return "unknown"
 
 
-def _check_texts(argument: str, texts: Sequence[Any]) -> None:
+def _check_texts(argument: str, texts: Sequence[Any], *others: type) -> None:
     if isinstance(texts, str):
         raise TypeError(f"{argument} is one string: must be a list of them")
     for index, text in enumerate(texts):
-        if not isinstance(text, str):
+        if not isinstance(text, (str, *others)):
             raise TypeError(f"{argument}[{index}] is {type(text).__name__}: must be str")

@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int
 
-from pmark.alignment import aligned_p_value
+from pmark.alignment import PENALTY, WINDOW, aligned_p_value
 from pmark.key import PMarkKey
 from pmark.medians import MedianMethod, median
 from pmark.samplers import Sampler, SamplerError
 from pmark.scoring import DECAY, TOLERANCE, Null, p_value, soft_counts, z_score
-from pmark.selection import best_match, halve, match_counts, smallest_sample
+from pmark.selection import best_match, halve
 from pmark.sentence_watermark import (
     LOW_POWER,
     DetectionResult,
@@ -52,7 +52,7 @@ class PMark(SentenceWatermark):
         prior: Offline: thresholds "zero", or "calibrated": medians of a domain, measured by `calibrate` (ours).
         tolerance: tau of the soft counts.
         decay: K of the soft counts.
-        alpha: Level of the decision.
+        alpha: Level of the decision: a text whose calibrated p-value is at most that is watermarked.
         null: What unmarked text gives; without it a Gaussian model.
         draft: Online: a small model that estimates the medians, in generation and in detection; the first sentence of
             the large one that is right in all channels is taken, and if there is none the best match.
@@ -96,11 +96,13 @@ class PMark(SentenceWatermark):
             raise TypeError(f"key is {type(key).__name__}: must be a PMarkKey")
         if not 0 < alpha < 1:
             raise ValueError(f"alpha={alpha}: must lie between 0 and 1")
-        least = smallest_sample(key.channels)
+        least = 2**key.channels
         if mode == "online" and num_samples < least:
             raise ValueError(f"num_samples={num_samples}: {key.channels} channels need at least {least}")
         if mode == "offline" and draft is not None:
             raise ValueError("draft estimates medians, and mode='offline' has none: use mode='online'")
+        if mode == "online" and prior != "zero":
+            raise ValueError(f"prior={prior!r} is for mode='offline'; online, medians are drawn")
         self._first_right = mode == "offline" or draft is not None
         if not self._first_right:
             chunk = None
@@ -184,12 +186,7 @@ class PMark(SentenceWatermark):
                     for pool, values, size in zip(pools, proxies, sizes, strict=True)
                 ]
             )
-            chosen, matches = best_match(proxies, thresholds, bits, rng, sizes=sizes)
-            if self._first_right:
-                right = match_counts(proxies, thresholds, bits) == self.channels
-                right &= np.arange(right.shape[1]) < sizes[:, None]
-                # The first that is right, not any: what would have been drawn after it must not matter.
-                chosen = np.where(right.any(axis=1), right.argmax(axis=1), chosen)
+            chosen, matches = best_match(proxies, thresholds, bits, rng, sizes=sizes, first=self._first_right)
             records = [{"matches": int(count)} for count in matches]
         selections = []
         for row, pool in enumerate(pools):
@@ -208,8 +205,8 @@ class PMark(SentenceWatermark):
         has_prompt: bool = True,
         sampler: Sampler | None = None,
         align: Literal["window"] | None = None,
-        window: int = 2,
-        penalty: float = 1.0,
+        window: int = WINDOW,
+        penalty: float = PENALTY,
     ) -> list[DetectionResult]:
         """Says which texts are marked; the sentences of all are encoded at once.
 
@@ -243,8 +240,8 @@ class PMark(SentenceWatermark):
         *,
         sampler: Sampler | None = None,
         align: Literal["window"] | None = None,
-        window: int = 2,
-        penalty: float = 1.0,
+        window: int = WINDOW,
+        penalty: float = PENALTY,
     ) -> list[DetectionResult]:
         """Scores documents; see `detect_batch`."""
         results = []
@@ -285,7 +282,7 @@ class PMark(SentenceWatermark):
                     p_value=p,
                     z_calibrated=calibrated,
                     p_calibrated=p_calibrated,
-                    is_watermarked=p_calibrated < self.alpha,
+                    is_watermarked=p_calibrated <= self.alpha,
                     counts=counts,
                     thresholds=thresholds,
                     num_sentences=int(tested.sum()),
