@@ -73,16 +73,16 @@ def test_one_byte_changes_everything(secret, place, by):
 
 
 def test_flip_probability_of_a_rotation():
-    # 50 keys of 256 pivots, with 16 pairs of directions each: 204,800 signs.
+    # 200 keys of 64 pivots, with 16 pairs of directions each: 204,800 signs.
     rng = np.random.default_rng(0)
     angles = np.radians([15, 30, 60])
     flips = np.zeros(3)
-    for i in range(50):
-        pivots = PMarkKey.generate(256, SECRET + bytes([i])).pivots(256)
-        start, aside = np.moveaxis(np.linalg.qr(rng.standard_normal((16, 256, 2)))[0], -1, 0)
+    for i in range(200):
+        pivots = PMarkKey.generate(64, SECRET + bytes([i])).pivots(64)
+        start, aside = np.moveaxis(np.linalg.qr(rng.standard_normal((16, 64, 2)))[0], -1, 0)
         a, b = start @ pivots.T, aside @ pivots.T
         rotated = np.cos(angles)[:, None, None] * a + np.sin(angles)[:, None, None] * b
-        flips += ((rotated > 0) != (a > 0)).mean((1, 2)) / 50
+        flips += ((rotated > 0) != (a > 0)).mean((1, 2)) / 200
     np.testing.assert_allclose(flips, [1 / 12, 1 / 6, 1 / 3], atol=0.003)
 
 
