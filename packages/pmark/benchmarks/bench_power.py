@@ -39,11 +39,11 @@ SAMPLES = {"online": 16, "offline": 64}
 
 
 class Remembering:
-    """Draws for a context once, so that a text is tested under many keys on the same draws."""
+    """Draws once for each context and seed, so that a text is tested under many keys on the same draws."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        self.drawn: dict[tuple[str, int], list[Continuation]] = {}
+        self.drawn: dict[tuple[str, int, int | None], list[Continuation]] = {}
 
     def sample(
         self,
@@ -53,7 +53,7 @@ class Remembering:
         is_complete: Callable[[int, str], bool] | None = None,
         seed: int | None = None,
     ) -> list[list[Continuation]]:
-        wanted = list(zip(contexts, counts, strict=True))
+        wanted = [(context, count, seed) for context, count in zip(contexts, counts, strict=True)]
         new = [index for index, each in enumerate(wanted) if each not in self.drawn]
         if new:
             found = self.sampler.sample(
@@ -125,9 +125,9 @@ def main() -> None:
     prompts = [each[0] for each in editorials(10 * arguments.texts) if len(segmenter.split(each[0])) == 1]
     prompts = prompts[: arguments.texts]
 
-    def method(mode: str, number: int) -> PMark:
+    def method(mode: str, number: int, seed: int) -> PMark:
         key = PMarkKey.generate(CHANNELS, secret=number.to_bytes(32, "big"))
-        return PMark(encoder, key, mode=mode, num_samples=SAMPLES[mode], seed=number)  # type: ignore[arg-type]  # one of two
+        return PMark(encoder, key, mode=mode, num_samples=SAMPLES[mode], seed=seed)  # type: ignore[arg-type]  # one of two
 
     def written(watermark: SentenceWatermark, some: Sequence[str]) -> list[Any]:
         return watermark.generate_batch(plain_sampler, some, max_sentences=max(LENGTHS))
@@ -176,7 +176,7 @@ def main() -> None:
         marked, of = [], []
         for key in range(arguments.keys):
             some = prompts[key :: arguments.keys]
-            marked += written(method(mode, key), some)
+            marked += written(method(mode, key, seed=key), some)
             of += [key] * len(some)
         seconds = time.perf_counter() - began
         print(f"{mode}: {len(marked)} texts written in {seconds:.0f} s", flush=True)
@@ -192,7 +192,7 @@ def main() -> None:
             found: list[DetectionResult | None] = [None] * len(texts)
             for key in sorted(set(keys)):
                 places = [index for index, each in enumerate(keys) if each == key]
-                results = method(mode, key).detect_batch(
+                results = method(mode, key, seed=7).detect_batch(
                     [texts[index] for index in places], prompts=[opened[index] for index in places], sampler=sampler
                 )
                 for index, result in zip(places, results, strict=True):
