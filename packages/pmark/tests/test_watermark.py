@@ -400,6 +400,21 @@ def test_detection_draws_anew(written_online):
     assert seeds[2] not in written
 
 
+def test_many_contexts_are_drawn_for_in_portions(written_online, monkeypatch):
+    asked = []
+
+    class Listening(Grammar):
+        def sample(self, contexts, counts, **options):
+            asked.append(list(contexts))
+            return super().sample(contexts, counts, **options)
+
+    monkeypatch.setattr("pmark.watermark._BLOCK", 16 * 9)
+    results = online().detect_batch(written_online[:2], sampler=Listening())
+    assert [len(contexts) for contexts in asked] == [9, 9, 6]
+    assert asked[1][3] == PROMPT
+    assert min(result.z for result in results) > 3
+
+
 def test_nothing_secret_is_written(written_online):
     result = online().detect(written_online[0], sampler=Grammar())
     made = json.dumps([written_online[0].to_json(), result.to_json()], allow_nan=False)

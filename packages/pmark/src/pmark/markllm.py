@@ -32,7 +32,8 @@ class MarkLLMWatermark:
     def generate_unwatermarked_text(self, prompt: str, *args: Any, **kwargs: Any) -> str:
         """Returns prompt and text of the same sampler, cut and cleaned alike, without a choice."""
         like = self.watermark
-        plain = Unmarked(like.encoder, segmenter=like.segmenter, num_samples=1, joiner=like.joiner, seed=like.seed)
+        options = {name: getattr(like, name) for name in ("segmenter", "round_trip", "redraws", "joiner", "seed")}
+        plain = Unmarked(like.encoder, num_samples=1, **options)
         return plain.generate(self.sampler, prompt, **self.options).text
 
     def detect_watermark(
