@@ -46,7 +46,7 @@ def test_the_demo(tmp_path, capsys, monkeypatch):
 
 
 def test_verdict_says_what_is_not_shown():
-    quiet, loud = (demo.Condition(z, 0) for z in ((0.0, 0.2, -0.2), (3.0, 3.2, 2.8)))
+    quiet, loud = (demo.Condition(z, 3, 0) for z in ((0.0, 0.2, -0.2), (3.0, 3.2, 2.8)))
     settings = dict.fromkeys(("prompts", "sentences", "samples", "channels", "seed"), 1)
 
     def result(marked):

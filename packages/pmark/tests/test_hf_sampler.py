@@ -344,6 +344,13 @@ def test_vllm_rows_go_on_until_their_sentence_is_complete(vllm):
     ]
 
 
+def test_vllm_rows_keep_their_order_whichever_is_complete_first(vllm):
+    verdicts = iter([False, True, True])
+    sampler = VLLMSampler(Engine("He ran. He slept. The end."), max_new_tokens=60)
+    [drawn] = sampler.sample(["x"], [2], is_complete=lambda *_: next(verdicts), seed=1)
+    assert len(drawn[0].text) > len(drawn[1].text)
+
+
 def test_vllm_without_prefix_caching_is_warned_of_and_long_contexts_are_refused(vllm):
     with pytest.warns(UserWarning, match="enable_prefix_caching=True"):
         sampler = VLLMSampler(Engine("x", caching=False), max_new_tokens=90)

@@ -75,28 +75,31 @@ class VLLMSampler:
         room = None if longest is None else longest - self.max_new_tokens
         ids = [encoded(self.tokenizer, context, index, room) for index, context in enumerate(contexts)]
         seeds = np.random.default_rng(seed)
-        drawn: list[list[Continuation]] = [[] for _ in contexts]
-        # Document, tokens so far, rows: whole documents first, then single rows that go on.
-        waiting: list[tuple[int, list[int], int]] = [(i, [], count) for i, count in enumerate(counts) if count]
+        # By place, since rows that stop early must not come before those drawn ahead of them.
+        drawn: list[dict[int, Continuation]] = [{} for _ in contexts]
+        # Document, tokens so far, places of its rows: whole documents first, then single rows that go on.
+        waiting: list[tuple[int, list[int], list[int]]] = [
+            (document, [], list(range(count))) for document, count in enumerate(counts) if count
+        ]
         while waiting:
             outputs = self.llm.generate(
                 [{"prompt_token_ids": ids[document] + tokens} for document, tokens, _ in waiting],
-                [self._params(len(tokens), n, is_complete is not None, seeds) for _, tokens, n in waiting],
+                [self._params(len(tokens), len(rows), is_complete is not None, seeds) for _, tokens, rows in waiting],
                 use_tqdm=False,
             )
-            going: list[tuple[int, list[int], int]] = []
-            for (document, before, _), output in zip(waiting, outputs, strict=True):
-                for row in output.outputs:
+            going: list[tuple[int, list[int], list[int]]] = []
+            for (document, before, places), output in zip(waiting, outputs, strict=True):
+                for place, row in zip(places, output.outputs, strict=False):
                     ended = row.finish_reason == "stop" and not isinstance(row.stop_reason, str)
                     tokens = before + list(row.token_ids)
                     text = added_text(self.tokenizer, ids[document], tokens)
                     full = ended or row.finish_reason != "stop" or len(tokens) >= self.max_new_tokens
                     if full or is_complete is None or is_complete(document, text):
-                        drawn[document].append(Continuation(text, ended))
+                        drawn[document][place] = Continuation(text, ended)
                     else:
-                        going.append((document, tokens, 1))
+                        going.append((document, tokens, [place]))
             waiting = going
-        return drawn
+        return [[rows[place] for place in sorted(rows)] for rows in drawn]
 
     def _params(self, used: int, n: int, stop: bool, seeds: np.random.Generator) -> Any:
         from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]  # has an environment of its own
