@@ -150,7 +150,7 @@ class _Source:
 def demo(
     model: Model = None,
     encoder: Encoder = None,
-    prompts: Annotated[int, typer.Option(min=2, max=12, help="Prompts to continue.")] = 6,
+    prompts: Annotated[int, typer.Option(min=2, max=12, help="Prompts to continue.")] = 8,
     max_sentences: Sentences = 6,
     samples: Samples = 8,
     channels: Annotated[

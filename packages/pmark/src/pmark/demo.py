@@ -40,7 +40,7 @@ PROMPTS = (
 
 _LEVEL = 0.05
 # Tokens of a sentence. Few are longer, and all wait for the last one.
-_LONGEST = 48
+_LONGEST = 64
 
 
 def embedded() -> Any:
@@ -68,11 +68,13 @@ class Condition:
     """What detection found in the texts of one kind.
 
     Attributes:
-        z: The statistic of every test: one per text, or one per text and key.
-        found: Number of tests whose calibrated p-value is below 0.05.
+        z: The statistic of every text, the mean over keys where several were tried.
+        tests: How many tests there were.
+        found: Number of those whose p-value is below 0.05 by the Gaussian model of unmarked text.
     """
 
     z: tuple[float, ...]
+    tests: int
     found: int
 
     @property
@@ -82,7 +84,7 @@ class Condition:
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the mean."""
+        """Standard error of the mean, over texts."""
         return standard_error(self.z)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class Condition:
         return {
             "mean_z": self.mean,
             "standard_error": self.standard_error,
-            "tests": len(self.z),
+            "tests": self.tests,
             "found": self.found,
             "z": list(self.z),
         }
@@ -165,7 +167,7 @@ def run_demo(
     encoder: Any,
     *,
     out: Path,
-    prompts: int = 6,
+    prompts: int = 8,
     max_sentences: int = 6,
     num_samples: int = 8,
     channels: int = 2,
@@ -225,12 +227,11 @@ def run_demo(
         memory, conditions = _Remembering(sampler), {}
         for name, texts in kinds.items():
             results = right.detect_batch(texts, prompts=given, sampler=memory)
-            conditions[name] = _condition(results)
+            conditions[name] = _condition([results])
             bar.update()
         others = [
-            result
+            watermark(number).detect_batch(kinds[MARKED], prompts=given, sampler=memory)
             for number in range(1, wrong_keys + 1)
-            for result in watermark(number).detect_batch(kinds[MARKED], prompts=given, sampler=memory)
         ]
         conditions[WRONG_KEYS] = _condition(others)
         both = [perplexity(kinds[name], model, tokenizer, prompts=given) for name in (MARKED, UNMARKED)]
@@ -253,5 +254,8 @@ def run_demo(
     )
 
 
-def _condition(results: Sequence[DetectionResult]) -> Condition:
-    return Condition(tuple(each.z for each in results), sum(each.p_calibrated < _LEVEL for each in results))
+def _condition(results: Sequence[Sequence[DetectionResult]]) -> Condition:
+    """A condition from the results of each key."""
+    every = [each for of_key in results for each in of_key]
+    z = np.mean([[each.z for each in of_key] for of_key in results], axis=0)
+    return Condition(tuple(z.tolist()), len(every), sum(each.p_calibrated < _LEVEL for each in every))

@@ -90,7 +90,7 @@ def demo_report(result: "DemoResult") -> str:
         f"{'detection with medians from the model':<40}{'z, mean +- its standard error':<32}found at p < 0.05",
     ]
     lines += [
-        f"{name:<40}{f'{each.mean:+.2f} +- {each.standard_error:.2f}':<32}{each.found} of {len(each.z)}"
+        f"{name:<40}{f'{each.mean:+.2f} +- {each.standard_error:.2f}':<32}{each.found} of {each.tests}"
         for name, each in conditions.items()
     ]
     ratios = np.array(result.log_perplexity)
@@ -98,6 +98,7 @@ def demo_report(result: "DemoResult") -> str:
     return "\n".join(
         [
             *lines,
+            "(p by the Gaussian model, which is optimistic: 'pmark calibrate' measures unmarked text)",
             "",
             f"log perplexity, marked less unmarked: {ratios.mean():+.3f} +- {standard_error(ratios):.3f} "
             f"({'no difference shown, ' if not p_value < _LEVEL else ''}p = {p_value:.2g})",
