@@ -228,6 +228,19 @@ def test_a_wrong_key_sees_nothing(written_offline):
     assert abs(np.std(z) - 1) < 0.1
 
 
+def test_soft_counts_are_biased_and_other_bits_show_by_how_much(written_offline):
+    documents = offline().documents(written_offline)
+    results = []
+    for number in range(50):
+        key = PMarkKey.generate(4, hashlib.sha256(b"other %d" % number).digest())
+        results += offline(key).score(documents)
+    assert np.mean([result.z for result in results]) > 0.1
+    calibrated = np.array([result.z_calibrated for result in results])
+    assert abs(np.mean(calibrated)) < 0.15
+    assert abs(np.std(calibrated) - 1) < 0.1
+    assert 0.02 < np.mean([result.is_watermarked for result in results]) < 0.08
+
+
 def test_the_key_is_positional(written_offline):
     def shuffled(text, seed):
         order = np.random.default_rng(seed).permutation(len(text.sentences))

@@ -53,7 +53,8 @@ class PMark(SentenceWatermark):
         tolerance: tau of the soft counts.
         decay: K of the soft counts.
         alpha: Level of the decision: a text whose calibrated p-value is at most that is watermarked.
-        null: What unmarked text gives; without it a Gaussian model.
+        null: What unmarked text gives. Without it a text is compared with what it would give under other bits (ours:
+            it needs no model of the embeddings; `Null.gaussian` is the analytic one).
         draft: Online: a small model that estimates the medians, in generation and in detection; the first sentence of
             the large one that is right in all channels is taken, and if there is none the best match.
         chunk: Candidates drawn at once where the first right one is taken.
@@ -271,9 +272,14 @@ class PMark(SentenceWatermark):
             counts = self._counts(proxies, thresholds, bits[rows])
             if tested.any() and not align:
                 size, sum_ = int(tested.sum()) * self.channels, float(np.nansum(counts))
-                null = self.null or Null.gaussian(proxies.shape[1], tolerance=self.tolerance, decay=self.decay)
-                z, calibrated = z_score(sum_, size), null.z(sum_, size)
-                p, p_calibrated = p_value(z), null.p_value(calibrated)
+                z = z_score(sum_, size)
+                p = p_value(z)
+                if self.null is None:
+                    calibrated = _among_other_bits(counts, self._counts(proxies, thresholds, ~bits[rows]))
+                    p_calibrated = p_value(calibrated)
+                else:
+                    calibrated = self.null.z(sum_, size)
+                    p_calibrated = self.null.p_value(calibrated)
             if not tested.all():
                 reason = f"{total - int(tested.sum())} of {total} sentences could carry no evidence"
             results.append(
@@ -400,3 +406,11 @@ class PMark(SentenceWatermark):
                 if len(group) >= self.smallest_pool and len(set(group)) > 1:
                     medians[row] = median(self.proxies(embeddings).T, self.median)
         return medians, heard
+
+
+def _among_other_bits(
+    counts: Float64[np.ndarray, "sentences channels"], opposite: Float64[np.ndarray, "sentences channels"]
+) -> float:
+    """The standard score of the sum of counts among the sums under random bits; `opposite` are those of other bits."""
+    spread = float(np.nansum((counts - opposite) ** 2)) ** 0.5 / 2
+    return float(np.nansum(counts - opposite)) / 2 / spread if spread > 0 else 0.0
