@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from pmark import CallableSampler, Continuation, HFSampler, KSemStamp, PMark, PMarkKey, SemStamp
+from pmark import CallableSampler, HFSampler, KSemStamp, PMark, PMarkKey, SemStamp
 from pmark.encoders import as_encoder
+from pmark.samplers import Continuation
 from pmark.semstamp import spherical_k_means
 from pmark.sentence_watermark import SentenceWatermark, Unmarked
 from scipy.stats import chi2_contingency

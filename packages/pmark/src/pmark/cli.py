@@ -263,7 +263,7 @@ def detect(
     window: Annotated[
         int, typer.Option(min=0, help="Look for up to so many sentences that were inserted or deleted.")
     ] = 0,
-    alpha: Annotated[float, typer.Option(help="A text is watermarked if its p-value is below this.")] = 0.05,
+    alpha: Annotated[float, typer.Option(help="A text is watermarked if its p-value is at most this.")] = 0.05,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     new_tokens: NewTokens = 128,

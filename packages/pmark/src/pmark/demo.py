@@ -68,9 +68,9 @@ class Condition:
     """What detection found in the texts of one kind.
 
     Attributes:
-        z: The statistic of every text, the mean over keys where several were tried.
+        z: The calibrated z of every text, the mean over keys where several were tried.
         tests: How many tests there were.
-        found: Number of those whose p-value is below 0.05 by the Gaussian model of unmarked text.
+        found: Number of those whose p-value is at most 0.05.
     """
 
     z: tuple[float, ...]
@@ -257,5 +257,5 @@ def run_demo(
 def _condition(results: Sequence[Sequence[DetectionResult]]) -> Condition:
     """A condition from the results of each key."""
     every = [each for of_key in results for each in of_key]
-    z = np.mean([[each.z for each in of_key] for of_key in results], axis=0)
-    return Condition(tuple(z.tolist()), len(every), sum(each.p_calibrated < _LEVEL for each in every))
+    z = np.mean([[each.z_calibrated for each in of_key] for of_key in results], axis=0)
+    return Condition(tuple(z.tolist()), len(every), sum(each.p_calibrated <= _LEVEL for each in every))

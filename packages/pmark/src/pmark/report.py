@@ -87,7 +87,7 @@ def demo_report(result: "DemoResult") -> str:
         "",
         f"a marked text: {result.example}",
         "",
-        f"{'detection with medians from the model':<40}{'z, mean +- its standard error':<32}found at p < 0.05",
+        f"{'detection with medians from the model':<40}{'z, mean +- its standard error':<32}found at p = 0.05",
     ]
     lines += [
         f"{name:<40}{f'{each.mean:+.2f} +- {each.standard_error:.2f}':<32}{each.found} of {each.tests}"
@@ -98,7 +98,7 @@ def demo_report(result: "DemoResult") -> str:
     return "\n".join(
         [
             *lines,
-            "(p by the Gaussian model, which is optimistic: 'pmark calibrate' measures unmarked text)",
+            "(z and p compare a text with what it would give under other bits)",
             "",
             f"log perplexity, marked less unmarked: {ratios.mean():+.3f} +- {standard_error(ratios):.3f} "
             f"({'no difference shown, ' if not p_value < _LEVEL else ''}p = {p_value:.2g})",
