@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct goes on from the first sentences of newspaper editorials, 
 under several keys; unmarked ones, written by the same model after the same prompts, are tested under many keys, and
 their z give the thresholds. Counts are those of the first sentences of each text, so that one run gives all lengths.
 
-Run as `python bench_power.py [--json FILE] [--plot FILE] [--texts 40] [--modes online offline]`.
+Run as `python bench_power.py [--json FILE] [--plot FILE] [--texts 40] [--modes online offline]`; `--attacks` names some.
 """
 
 import argparse
@@ -108,6 +108,7 @@ def main() -> None:
         "--keys", type=int, default=4, help="that mark; the unmarked texts are tested under five times as many"
     )
     parser.add_argument("--modes", nargs="+", default=["online", "offline"])
+    parser.add_argument("--attacks", nargs="+", default=["deletion", "synonyms", "drop", "shuffle", "paraphrase"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--machine", default=f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}")
     arguments = parser.parse_args()
@@ -135,13 +136,13 @@ def main() -> None:
     began = time.perf_counter()
     unmarked = written(Unmarked(encoder, num_samples=1, min_candidates=0, seed=1), prompts)
     print(f"{len(prompts)} prompts, unmarked texts in {time.perf_counter() - began:.0f} s", flush=True)
-    attacks: list[Attack] = [
-        WordDeletion(0.1),
-        SynonymSubstitution(0.3),
-        SentenceDrop(0.1),
-        SentenceShuffle(),
-        CausalParaphraser(model, tokenizer, "sentence"),
-    ]
+    attacks: dict[str, Attack] = {
+        "deletion": WordDeletion(0.1),
+        "synonyms": SynonymSubstitution(0.3),
+        "drop": SentenceDrop(0.1),
+        "shuffle": SentenceShuffle(),
+        "paraphrase": CausalParaphraser(model, tokenizer, "sentence"),
+    }
     record: dict[str, Any] = {
         "benchmark": "pmark detection power",
         "machine": arguments.machine,
@@ -211,7 +212,7 @@ def main() -> None:
         print(f"{mode}: {len(null)} tests of unmarked texts in {time.perf_counter() - began:.0f} s", flush=True)
         opened = [each.prompt + each.opening for each in marked]
         variants = {"none": [each.text for each in marked]}
-        for attack in attacks:
+        for attack in (attacks[each] for each in arguments.attacks):
             variants[attack.name] = attack(variants["none"], seed=3, prompts=opened)
         for name, texts in variants.items():
             results = detected(texts, opened, of)
