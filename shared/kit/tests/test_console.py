@@ -146,6 +146,20 @@ def test_a_reader_that_has_enough(tmp_path):
             assert process.wait(20) == 1
 
 
+def test_neither_tracebacks_nor_a_closed_output_tell_secrets_or_fall_over():
+    code = (
+        "import sys, typer\nfrom separata_kit import console\n"
+        "app = typer.Typer(pretty_exceptions_show_locals=True)\n@app.command()\n"
+        "def work():\n    password = 'se' + 'cret'\n    if sys.stdout: {}[1]\n"
+        "sys.exit(console.run(app, []))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stderr.endswith("KeyError: 1\n")
+    assert "secret" not in found.stderr
+    found = subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: os.close(1), stderr=subprocess.PIPE)
+    assert (found.returncode, found.stderr) == (0, b"")
+
+
 def test_the_script(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["prog", "a", "b"])
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)

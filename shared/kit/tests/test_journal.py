@@ -148,7 +148,8 @@ def test_a_journal_that_is_not_open(tmp_path):
         pass
 
 
-def test_a_full_disk_leaves_no_half_line(tmp_path):
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_full_disk_and_ctrl_c_leave_no_half_line(tmp_path, fault):
     class Full:
         def __init__(self, file):
             self.file = file
@@ -158,14 +159,14 @@ def test_a_full_disk_leaves_no_half_line(tmp_path):
 
         def write(self, line):
             if len(line) < 30:
-                raise OSError(28, "No space left on device")
+                raise fault
             return self.file.write(line[:30])
 
     with journal(tmp_path / "j") as made:
         made.append("a", {"x": 1})
         whole = (tmp_path / "j").read_bytes()
         made._file = Full(made._file)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(type(fault)):
             made.append("b", {"x": "long enough for two writes"})
         assert "b" not in made
     assert (tmp_path / "j").read_bytes() == whole

@@ -45,7 +45,8 @@ def test_rows_in_memory():
         ("d.jsonl", b'{"a": 1}\n{"a"\n', "line 2: not JSON"),
         ("d.jsonl", b"[" * 99_999, "line 1: not JSON"),
         ("d.jsonl", b"[1]", "line 1: expected a JSON object, found list"),
-        ("d.txt", b"\xff", "d.txt is not UTF-8 .* at byte 0.; convert it"),
+        ("d.csv", b'text,label\n"a,1\nb,2\n', "line 2: unexpected end of data"),
+        ("d.txt", b"\xff", "d.txt is not UTF-8 .byte 0xff: invalid start byte.; convert it"),
         ("d.parquet", b"x", "d.parquet is no complete Parquet file"),
     ],
 )

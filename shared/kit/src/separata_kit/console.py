@@ -74,11 +74,13 @@ def run(app: "typer.Typer", arguments: Sequence[str], *, arguments_called: Mappi
     debug = os.environ.get("SEPARATA_DEBUG", "0") not in ("", "0") or "--debug" in words[:end]
     words = [word for word in words[:end] if word != "--debug"] + words[end:]
     name = app.info.name if isinstance(app.info.name, str) else None
+    # Tracebacks are Python's own: those of typer's older releases print local variables, keys and passwords among them.
+    app.pretty_exceptions_enable = False
     with warnings.catch_warnings():
         warnings.showwarning = _each_once()
         try:
             code = _code(app(args=words, prog_name=name, standalone_mode=False))
-            sys.stdout.flush()
+            print(end="", flush=True)  # there may be no standard output at all
         except SystemExit as exit_:
             code = _code(exit_.code)
         except BrokenPipeError:

@@ -237,7 +237,7 @@ class Journal:
             while line:
                 line = line[self._file.write(line) :]
             os.fsync(self._file.fileno())
-        except OSError:
+        except BaseException:
             # Half a line would spoil the next one.
             with contextlib.suppress(OSError):
                 self._file.truncate(end)

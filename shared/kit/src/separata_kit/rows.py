@@ -60,7 +60,9 @@ def read_rows(
             for line, row in read(path, file):
                 yield f"{path}, line {line}", row
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
+        # Where it stands is not told: the error counts from the beginning of a block.
+        byte = error.object[error.start]
+        raise ValueError(f"{path} is not UTF-8 (byte 0x{byte:02x}: {error.reason}); convert it") from None
 
 
 def _given_rows(source: Iterable[Any]) -> Rows:
@@ -71,7 +73,8 @@ def _given_rows(source: Iterable[Any]) -> Rows:
 
 
 def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    reader = csv.DictReader(lines)
+    # Strict, or all that follows a quote that is not closed would be one cell.
+    reader = csv.DictReader(lines, strict=True)
     try:
         for row in reader:
             if None in row:
