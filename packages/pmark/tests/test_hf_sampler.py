@@ -2,6 +2,7 @@
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pmark import hf_sampler
 from pmark.hf_sampler import HFSampler
-from pmark.samplers import Continuation
+from pmark.samplers import Continuation, SamplerError
 from pmark.shared_prefix import ExpandedRows, SharedPrefixRows, next_tokens, run_prefix, usable_with
 from pmark.tokens import added_text, encoded
 from pmark.vllm_sampler import VLLMSampler
@@ -112,6 +113,28 @@ def gpt_oss():
 def test_the_trial_tells_rounding_from_another_attention():
     assert usable_with(tiny_model("llama", dtype=torch.bfloat16))
     assert not usable_with(gpt_oss().to(torch.bfloat16))
+
+
+class Wrapped(torch.nn.Module):
+    """As PEFT wraps a model: all arguments are handed on, and what is asked of it is the model's."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, input_ids, **kwargs):
+        return self.inner(input_ids=input_ids, **kwargs)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
+
+
+def test_wrapped_models_share_prefixes_too(model, tokenizer):
+    sampler = HFSampler(Wrapped(model).eval(), tokenizer, max_new_tokens=6)
+    assert sampler.shares_prefixes
+    assert sampler.sample(TEXTS, [2, 1], seed=0) == HFSampler(model, tokenizer, max_new_tokens=6).sample(
+        TEXTS, [2, 1], seed=0
+    )
 
 
 @pytest.mark.parametrize("make", [bloom, gpt_oss])
@@ -237,6 +260,40 @@ def test_it_is_asked_where_a_sentence_may_have_begun(model, tokenizer, monkeypat
     assert drawn == [[Continuation(stop or text)]]
 
 
+def test_it_is_asked_though_the_tokenizer_drops_leading_spaces(model, monkeypatch):
+    words = {1: " x", 4: " He", 5: " left", 6: ".", 7: " Then"}
+    metaspace = SimpleNamespace(
+        encode=lambda text, **_: [1], decode=lambda ids, **_: "".join(map(words.get, ids)).lstrip(), all_special_ids=[]
+    )
+    sampler = Scripted(model, metaspace, max_new_tokens=8)
+    said = iter([4, 5, 6, 7, 1])
+    monkeypatch.setattr("pmark.shared_prefix.next_tokens", lambda logits, *rest: torch.tensor([next(said)]))
+    assert sampler.sample(["x"], [1], is_complete=lambda *_: True) == [[Continuation(" He left. Then")]]
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
+def test_after_an_exception_the_model_is_as_before(tokenizer, fault):
+    model = tiny_model("llama", attn_implementation="sdpa")
+    sampler, other = (HFSampler(model, tokenizer, max_new_tokens=8) for _ in range(2))
+    drawn = sampler.sample(TEXTS, [3, 3], seed=0)
+
+    def fail(module, arguments):
+        if model.config._attn_implementation != "sdpa":
+            raise fault
+
+    with model.model.layers[1].register_forward_pre_hook(fail), pytest.raises(fault):
+        sampler.sample(TEXTS, [3, 3], seed=0)
+    assert model.config._attn_implementation == "sdpa"
+    assert other.sample(TEXTS, [3, 3], seed=0) == sampler.sample(TEXTS, [3, 3], seed=0) == drawn
+
+
+def test_samplers_in_two_threads_share_a_model(model, tokenizer):
+    samplers = [HFSampler(model, tokenizer, max_new_tokens=12) for _ in range(2)]
+    wanted = samplers[0].sample(TEXTS, [3, 3], seed=0)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda i: samplers[i % 2].sample(TEXTS, [3, 3], seed=0), range(4))) == [wanted] * 4
+
+
 def test_half_a_character_is_left_out_and_spaces_are_kept(tokenizer):
     assert added_text(tokenizer, [1], tokenizer.encode(" a\u00e9", add_special_tokens=False)[:-1]) == " a"
     # A tokenizer that drops the space in front of a text, as those of sentencepiece do.
@@ -278,6 +335,12 @@ def test_what_the_model_reads_can_be_wrapped(model, tokenizer):
 
 
 def test_what_cannot_be_sampled_from_is_refused(model, tokenizer):
+    with pytest.raises(ValueError, match=r"contexts\[1\] holds half of a surrogate pair"):
+        HFSampler(model, tokenizer).sample(["a", "a\ud800"], [1, 1])
+    with pytest.raises(ValueError, match=r"argument 2 is shorter"):
+        HFSampler(model, tokenizer).sample(["a", "b"], [1])
+    with pytest.raises(SamplerError, match="logits are NaN or infinite"):
+        next_tokens(torch.tensor([[0.0, 1.0], [0.0, float("nan")]]), torch.zeros(2), 1.0, 1.0)
     with pytest.raises(ValueError, match=r"contexts\[1\] has 401 tokens; .* at most 384"):
         HFSampler(model, tokenizer).sample(["a", "a" * 400], [1, 1])
     with pytest.raises(ValueError, match="temperature"):

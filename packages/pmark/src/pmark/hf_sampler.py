@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pmark.samplers import Continuation, check_sampling
-from pmark.tokens import added_text, decoded, encoded
+from pmark.tokens import added_text, decoded_behind, encoded
 
 if TYPE_CHECKING:
     from pmark.shared_prefix import Prefix, Rows
@@ -38,8 +38,11 @@ class HFSampler:
     the model's distribution under `temperature` and `top_p` and nothing else: other settings of a generation
     configuration, such as `top_k`, would distort what the watermark keeps.
 
-    While it draws, the model must not be used by another thread.
+    While it draws, the model must not be used by another thread; other samplers wait.
     """
+
+    # One for all, since samplers may share a model, whose attention is another one while they draw.
+    _lock = threading.RLock()
 
     def __init__(
         self,
@@ -86,7 +89,6 @@ class HFSampler:
         self.max_rows = max_rows
         self.wrap = wrap
         self.cache_bytes = cache_bytes
-        self._lock = threading.Lock()
         self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
         self._pieces: dict[int, str] = {}
         self._shares: bool | None = None
@@ -107,7 +109,7 @@ class HFSampler:
         return self._shares
 
     def clear(self) -> None:
-        """Frees what is kept of the prefixes of earlier calls."""
+        """Forgets the prefixes of earlier calls: to free memory, or after the model's weights or adapters changed."""
         with self._lock:
             self._prefixes.clear()
 
@@ -135,6 +137,7 @@ class HFSampler:
         Raises:
             ValueError: A context leaves no room for `max_new_tokens` within the model's positions, or is empty while
                 the tokenizer knows no first token.
+            SamplerError: The model's logits are no numbers.
         """
         import torch
 
@@ -151,7 +154,8 @@ class HFSampler:
                 generator.seed()
             else:
                 generator.manual_seed(seed)
-            rows = [_Row(document) for document, count in enumerate(counts) for _ in range(count)]
+            pairs = enumerate(zip(contexts, counts, strict=True))
+            rows = [_Row(document) for document, (_, count) in pairs for _ in range(count)]
             for number, row in enumerate(rows):
                 row.number = number
             uniforms = torch.rand(len(rows), self.max_new_tokens, dtype=torch.float64, generator=generator)
@@ -231,7 +235,7 @@ class HFSampler:
         if is_complete is None:
             return False
         if token not in self._pieces:
-            self._pieces[token] = decoded(self.tokenizer, [token])
+            self._pieces[token] = decoded_behind(self.tokenizer, [token], [token])
         piece = self._pieces[token]
         begins = row.spaced or piece[:1].isspace() or not piece.isascii()
         worth_asking = row.marked and begins and not piece.isspace()

@@ -8,7 +8,6 @@ products, keep their own attention and an expanded cache.
 """
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
+
+from pmark.samplers import SamplerError
 
 # Derived, so that a vendored copy beside an installed original registers its own function.
 _NAME = f"{__name__.replace('.', '_')}_attention"
@@ -230,8 +231,7 @@ def usable_with(model: Any) -> bool:
     types = set(getattr(config, "layer_types", None) or ())
     # No public name says whether a model's code goes through the attention interface; without this one, the trial does.
     settable = getattr(model, "_can_set_attn_implementation", lambda: hasattr(model, "set_attn_implementation"))
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if not types <= {"full_attention", "sliding_attention"} or not takes_positions or not settable():
+    if not types <= {"full_attention", "sliding_attention"} or not settable():
         return False
     ids = [(37 * i + 11) % min(config.vocab_size, 997) for i in range(12)]
     try:
@@ -330,12 +330,17 @@ def next_tokens(
 
     Returns:
         Token ids.
+
+    Raises:
+        SamplerError: Logits are NaN or infinite.
     """
     vocabulary = logits.shape[1]
     candidates = vocabulary if top_p >= 1 else min(candidates, vocabulary)
     logits = logits.float()
     best, tokens = logits.topk(candidates) if candidates < vocabulary else logits.sort(descending=True)
     total = ((logits - best[:, :1]) / temperature).logsumexp(-1, keepdim=True)
+    if not bool(total.isfinite().all()):
+        raise SamplerError("the model's logits are NaN or infinite; float16 may be too narrow for it")
     probabilities = ((best - best[:, :1]) / temperature - total).double().exp()
     reached = probabilities.cumsum(-1)
     # Kept: every token before which the mass is below top_p.

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from separata_kit.rows import has_half_pair
+
 _TAIL = 8
 
 
@@ -20,8 +22,11 @@ def encoded(tokenizer: Any, context: str, index: int, room: int | None, *, speci
         Token ids.
 
     Raises:
-        ValueError: There are too many, or none and the tokenizer has no token to begin a text with.
+        ValueError: There are too many, or none and the tokenizer has no token to begin a text with; or the text holds
+            half of a surrogate pair.
     """
+    if has_half_pair(context):
+        raise ValueError(f"contexts[{index}] holds half of a surrogate pair, which no tokenizer takes")
     ids: list[int] = list(tokenizer.encode(context, add_special_tokens=special))
     if not ids:
         ids = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
@@ -37,11 +42,14 @@ def encoded(tokenizer: Any, context: str, index: int, room: int | None, *, speci
 
 def added_text(tokenizer: Any, context: Sequence[int], tokens: Sequence[int]) -> str:
     """Gives the text that tokens add to a context, without half a character where the last token broke one up."""
-    # Decoded behind some tokens of the context, since some tokenizers drop the space in front of a text.
+    return decoded_behind(tokenizer, context, tokens).rstrip("\ufffd")
+
+
+def decoded_behind(tokenizer: Any, context: Sequence[int], tokens: Sequence[int]) -> str:
+    """Gives the text of tokens behind others, since some tokenizers drop the space in front of a text."""
     before = list(context[-_TAIL:])
     head, whole = decoded(tokenizer, before), decoded(tokenizer, before + list(tokens))
-    text = whole[len(head) :] if whole.startswith(head) else decoded(tokenizer, tokens)
-    return text.rstrip("\ufffd")
+    return whole[len(head) :] if whole.startswith(head) else decoded(tokenizer, tokens)
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
