@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pmark import __main__, cli, evaluation, hf_sampler, kgw, openai_sampler, paraphrase
+from pmark import __main__, cli, evaluation, hf_sampler, kgw, openai_sampler, paraphrase, plots, samplers
 from pmark.attacks import Attack
 from pmark.key import PMarkKey
 from pmark.samplers import Continuation
@@ -134,6 +134,9 @@ def test_no_output_holds_the_secret(folder, capsys):
     for each in (shown.out, shown.err, (folder / "marked.jsonl").read_text(), (folder / "r.jsonl").read_text()):
         assert secret not in each
         assert b"sixteen bytes".hex() not in each
+    # Proxies and counts give the pivots away.
+    for name in ("marked.jsonl", "r.jsonl"):
+        assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
 
 
 def test_detection_of_files_and_what_it_writes(folder, capsys):
@@ -142,6 +145,7 @@ def test_detection_of_files_and_what_it_writes(folder, capsys):
     detect = ("detect", folder / "letter.txt", folder / "short.md", "--key", folder / "key.json", "--mode", "offline")
     found = as_json(capsys, *detect, "--no-prompt", "--out", folder / "r.csv")
     assert [row["num_sentences"] for row in found["results"]] == [2, 1]
+    assert stat.S_IMODE((folder / "r.csv").stat().st_mode) == 0o600
     with (folder / "r.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [row["id"] for row in table] == [str(folder / "letter.txt"), str(folder / "short.md")]
@@ -155,6 +159,17 @@ def test_detection_of_files_and_what_it_writes(folder, capsys):
     aligned = as_json(capsys, *detect, "--no-prompt", "--window", "1")["results"][0]
     assert "aligned" in aligned["reason"]
     assert len(aligned["counts"]) == 2
+
+
+def test_a_text_without_words_is_a_result(folder, capsys):
+    (folder / "empty.txt").write_text("")
+    table = [{"text": ""}, {"text": " \n", "prompt": "It rained."}, {"text": "It rained. Ann slept."}]
+    (folder / "holes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    detect = ("detect", folder / "empty.txt", folder / "holes.jsonl", "--key", folder / "key.json")
+    for more in (("--mode", "offline"), ("--samples", "4")):
+        found = as_json(capsys, *detect, *more)["results"]
+        assert [row["num_sentences"] for row in found] == [0, 0, 0, 1]
+        assert [row["reason"] for row in found[:3]] == ["no sentence to test"] * 3
 
 
 def test_calibration(folder, capsys):
@@ -241,7 +256,7 @@ class Shout(Attack):
         return [[sentence.upper() for sentence in each] for each in documents]
 
 
-def test_pictures(folder, capsys):
+def test_pictures(folder, capsys, monkeypatch):
     rng = np.random.default_rng(0)
     for name, rate in (("key", 0.9), ("wrong", 0.5)):
         counts = rng.binomial(1, rate, (6, 4, 2))
@@ -253,6 +268,17 @@ def test_pictures(folder, capsys):
         assert as_json(capsys, *plot, "--kind", kind) == {"picture": str(folder / "p.svg")}
         drawn.add((folder / "p.svg").read_bytes())
     assert len(drawn) == 3
+    # Six unmarked texts say nothing about 1 %; and files of one name in two folders are two curves.
+    labels = []
+    monkeypatch.setattr(plots, "plot_power", lambda curves, out, **options: labels.append((list(curves), options)))
+    (folder / "more").mkdir()
+    (folder / "more" / "key.jsonl").write_text((folder / "wrong.jsonl").read_text() * 17)
+    as_json(capsys, *plot, folder / "more" / "key.jsonl", "--kind", "power")
+    as_json(capsys, *plot[:2], "--unmarked", folder / "more" / "key.jsonl", *plot[4:], "--kind", "power")
+    both = [str(folder / "key.jsonl"), str(folder / "more" / "key.jsonl")]
+    assert labels == [(both, {"label": "share above all 6 unmarked texts"}), (both[:1], {})]
+    same = ("plot", folder / "key.jsonl", "--unmarked", folder / "key.jsonl", "--out", folder / "p.svg")
+    assert "names too" in output(capsys, *same, code=2).err
     (folder / "marked.jsonl").write_text('{"text": "no result"}\n')
     assert "no 'z'" in output(capsys, "plot", folder / "marked.jsonl", "--out", folder / "p.svg", code=1).err
 
@@ -309,6 +335,7 @@ def test_an_interrupted_run_is_continued(folder, capsys, monkeypatch):
     journal = folder / "marked.jsonl.journal"
     lines = journal.read_text().splitlines(keepends=True)
     assert len(lines) == 1 + 2
+    assert stat.S_IMODE(journal.stat().st_mode) == 0o600
     # A batch of which a kill left one text; and another run is not continued.
     journal.write_text("".join(lines[:2]) + lines[2][:40])
     told = output(capsys, *command, "--out", folder / "marked.jsonl", "--seed", "5", code=1).err
@@ -317,6 +344,30 @@ def test_an_interrupted_run_is_continued(folder, capsys, monkeypatch):
     assert {**again, "out": ""} == {**whole, "out": ""}
     assert (folder / "marked.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
     assert not journal.exists()
+
+
+def test_a_server_that_is_down_ends_the_run(folder, capsys, monkeypatch):
+    monkeypatch.setattr(samplers, "time", SimpleNamespace(sleep=lambda seconds: None))
+    sample, calls = Words.sample, []
+
+    def down(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) > 6:  # all sentences of the first batch are there
+            raise RuntimeError("connection refused")
+        return sample(self, *arguments, **options)
+
+    generate(capsys, folder, out="whole.jsonl")
+    monkeypatch.setattr(Words, "sample", down)
+    command = ("generate", "--key", folder / "key.json", "--data", folder / "prompts.txt", *SMALL)
+    command += ("--endpoint", "http://ann:password@localhost:1/v1", "--model", "m", "--out", folder / "marked.jsonl")
+    told = output(capsys, *command, code=1).err
+    assert "connection refused" in told
+    assert f"prompts {folder / 'prompts.txt'}, line 3 to {folder / 'prompts.txt'}, line 4" in told
+    assert not (folder / "marked.jsonl").exists()
+    assert "password" not in (folder / "marked.jsonl.journal").read_text()
+    monkeypatch.setattr(Words, "sample", sample)
+    output(capsys, *command)
+    assert (folder / "marked.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
 
 
 _SLOWLY = """
@@ -411,11 +462,16 @@ def test_what_goes_wrong(folder, capsys):
     (folder / "letter.md").write_bytes(b"Caf\xe9 is closed.")
     detect = ("detect", folder / "letter.md", "--key", folder / "key.json", "--mode", "offline")
     assert "letter.md is not UTF-8" in output(capsys, *detect, code=1).err
+    (folder / "null.md").write_bytes(b"\xff")
+    assert (
+        "null.md"
+        in output(capsys, *detect[:1], folder / "prompts.txt", *detect[2:], "--null", folder / "null.md", code=1).err
+    )
     few = ("generate", *common, "--data", folder / "prompts.txt", "--samples", "3")
     assert "--samples" in output(capsys, *few, code=1).err
     same = ("generate", "--key", folder / "key.json", "--data", folder / "prompts.txt", "--out", folder / "prompts.txt")
     assert "names too" in output(capsys, *same, code=2).err
-    assert sorted(path.suffix for path in folder.iterdir()) == [".json"] * 2 + [".jsonl"] * 3 + [".md", ".txt"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json"] * 2 + [".jsonl"] * 3 + [".md"] * 2 + [".txt"]
 
 
 def test_what_is_loaded(monkeypatch):

@@ -49,6 +49,9 @@ _SEGMENTERS = ("pysbd", "punkt", "regex")
 _TABLES = (".jsonl", ".ndjson", ".csv", ".parquet")
 _METHODS = ("online", "offline", "unmarked", "semstamp", "k-semstamp", "simmark", "kgw")
 _PICTURES = ("histogram", "roc", "power")
+_PRIVATE = 0o600
+"""Mode of files that hold proxies, counts or thresholds: from many of them the pivots of a key can be computed."""
+
 _PARAPHRASES = {
     "paraphrase": "sentence",
     "paraphrase-document": "document",
@@ -145,6 +148,10 @@ class _Source:
 
         return HFSampler(*_load_model(self.model), **options)
 
+    def digest(self) -> str:
+        """What tells it from others in a file: the endpoint's URL may hold a password."""
+        return digest(asdict(self))
+
 
 @app.command(epilog="Example: pmark demo --seed 1 --json")
 def demo(
@@ -229,11 +236,17 @@ def generate(
     console.check_different_files(key=key, data=data, out=out, null=null)
     rows = _texts([data], "prompt|text")[:limit]
     make, header = _watermark(key, encoder, mode, samples, null, segmenter, language)
-    header |= {"source": asdict(source), "max_sentences": max_sentences}
+    header |= {"source": source.digest(), "max_sentences": max_sentences}
     sampler = source.load()
 
     def work(batch: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
         texts = make(seed).generate_batch(sampler, [row["text"] for row in batch], max_sentences=max_sentences)
+        if not any(each.samples for each in texts):
+            # Not kept as results: a server that is down would spoil all the rest.
+            raise RuntimeError(
+                f"the model gave nothing for any of the prompts {batch[0]['id']} to {batch[-1]['id']}; the same "
+                "command goes on from there"
+            )
         return [{"id": row["id"], **text.to_json()} for row, text in zip(batch, texts, strict=True)]
 
     found = _work_off("generate", rows, documents, out, header, work, seed)
@@ -290,10 +303,11 @@ def detect(
         console.check_different_files(files=file, key=key, null=null, out=out)
     rows = _texts(files, "text", whole=True)
     make, header = _watermark(key, encoder, mode, samples, null, segmenter, language, alpha=alpha)
-    header |= {"source": asdict(source), "no_prompt": no_prompt, "window": window}
+    header |= {"source": source.digest(), "no_prompt": no_prompt, "window": window}
+    judge = make(seed)
     for row in rows:
         if isinstance(row.get("settings"), dict):
-            make(seed).check_recorded(row["settings"], ("encoder", "segmenter", "mode"))
+            judge.check_recorded(row["settings"], ("encoder", "segmenter", "mode"))
     options: dict[str, Any] = {"has_prompt": not no_prompt, "sampler": source.load() if mode == "online" else None}
     if window:
         options |= {"align": "window", "window": window}
@@ -405,7 +419,7 @@ def attack_command(
     rows = _texts([data], "text")[:limit]
     options = {"keep_first": 0 if no_prompt else 1, "segmenter": segmenter, "language": language}
     attack = _attack(kind, rate, source, options)
-    header = {"attack": attack.name, "source": asdict(source), "no_prompt": no_prompt, **options}
+    header = {"attack": attack.name, "source": source.digest(), "no_prompt": no_prompt, **options}
 
     def work(batch: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
         # Texts of which the prompt is known, and others, whose first sentence it is.
@@ -481,11 +495,11 @@ def bench(
     if plot is not None:
         from separata_kit.pictures import check_picture
 
-        check_picture(plot)
+        check_picture(plot, extra="pmark[plot]")
     online = make(seed)
     sampler: Any = source.load()
     # Of its own for every model, since the journal knows the methods' settings only.
-    journal = out.with_name(f"{out.name}.{digest(asdict(source))[:8]}.journal")
+    journal = out.with_name(f"{out.name}.{source.digest()[:8]}.journal")
     table = evaluate(
         {name: _method(name, online, texts, sampler, cut) for name in names},
         prompts[:limit],
@@ -527,30 +541,36 @@ def plot_command(
     console.choice("--kind", kind, _PICTURES)
     if unmarked is None and kind != "histogram":
         raise typer.BadParameter(f"--kind {kind} needs it", param_hint="--unmarked")
+    for file in files:
+        console.check_different_files(files=file, unmarked=unmarked)
     from separata_kit.pictures import check_picture
 
     from pmark import plots
     from pmark.report import power_by_length
 
-    check_picture(out)
+    check_picture(out, extra="pmark[plot]")
+    every = [*files, *([] if unmarked is None else [unmarked])]
+    stems = Counter(file.stem for file in every)
+    names = [file.stem if stems[file.stem] == 1 else str(file) for file in every]
     scores: dict[str, list[float]] = {}
     counts: dict[str, list[list[list[float]]]] = {}
-    for file in [*files, *([] if unmarked is None else [unmarked])]:
+    for name, file in zip(names, every, strict=True):
         rows = [row for _, row in read_rows(file)]
         try:
-            scores[file.stem] = [float(column(row, "z")[1]) for row in rows]
-            counts[file.stem] = [column(row, "counts")[1] for row in rows if row["num_sentences"]]
+            scores[name] = [float(column(row, "z")[1]) for row in rows]
+            counts[name] = [column(row, "counts")[1] for row in rows if row["num_sentences"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} is not what 'detect --out' wrote: {error}") from None
+    marked, other = names[: len(files)], names[-1]
     if kind == "histogram":
         plots.plot_histogram(scores, out)
+    elif kind == "roc":
+        plots.plot_roc({name: (scores[name], scores[other]) for name in marked}, out)
     else:
-        other = str(unmarked and unmarked.stem)
-        marked = [name for name in scores if name != other]
-        if kind == "roc":
-            plots.plot_roc({name: (scores[name], scores[other]) for name in marked}, out)
-        else:
-            plots.plot_power({name: power_by_length(counts[name], counts[other]) for name in marked}, out)
+        few = len(counts[other])
+        # Fewer unmarked texts say nothing about 1 %.
+        label = {} if few >= 100 else {"label": f"share above all {few} unmarked texts"}
+        plots.plot_power({name: power_by_length(counts[name], counts[other]) for name in marked}, out, **label)
     _print({"picture": str(out)} if as_json else f"picture: {out}")
 
 
@@ -614,9 +634,10 @@ def _watermark(
 
     secret = PMarkKey.load(key)
     options |= {"mode": mode, "num_samples": samples, "segmenter": segmenter, "language": language}
-    description = {"key_id": secret.id, **options, "null": None if null is None else digest(null.read_text("utf-8"))}
+    description = {"key_id": secret.id, **options, "null": None}
     if null is not None:
         measured = Null.load(null)
+        description["null"] = digest(asdict(measured))
         options |= {"null": measured, "prior": "zero" if measured.medians is None else "calibrated"}
     shared = as_encoder(_load_encoder(encoder))
 
@@ -661,7 +682,7 @@ def _calibrate_online(
         )
         fitted[0].save(out)
 
-    _work_off("calibrate", rows, size, out, {**header, "source": asdict(source)}, work, seed, fit)
+    _work_off("calibrate", rows, size, out, {**header, "source": source.digest()}, work, seed, fit)
     return fitted[0]
 
 
@@ -704,7 +725,7 @@ def _method(name: str, online: "PMark", human: Sequence[str], sampler: Any, cut:
 
 
 def _texts(files: Sequence[Path], columns: str, *, whole: bool = False) -> list[dict[str, Any]]:
-    """The rows of tables, each with an 'id' and its 'text'; with `whole`, any other file as one row."""
+    """The rows of tables, each with an 'id' and its 'text'; with `whole`, any other file as one row, and empty ones."""
     found: list[dict[str, Any]] = []
     for file in files:
         if whole and file.suffix.lower() not in _TABLES:
@@ -721,7 +742,9 @@ def _texts(files: Sequence[Path], columns: str, *, whole: bool = False) -> list[
                 name = place if row.get("id") is None else row["id"]
                 # Parquet has more types than JSON.
                 name = name if isinstance(name, str | int) else str(name)
-                found.append({**row, "id": name, "text": text(row, columns)})
+                given = row.get("text")
+                blank = whole and isinstance(given, str) and not given.strip()
+                found.append({**row, "id": name, "text": "" if blank else text(row, columns)})
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
     if not found:
@@ -747,6 +770,7 @@ def _work_off(
     if out is not None:
         check_writable(out)
         journal_place = out.with_name(out.name + ".journal")
+        journal_place.touch(_PRIVATE)
     header = {
         **header,
         "rows": digest([[row["id"], row.get("prompt"), row["text"]] for row in rows]),
@@ -754,7 +778,9 @@ def _work_off(
         "seed": seed,
     }
     with (
-        Journal(journal_place, header, schema="pmark/journal", version=1, what=f"a run of 'pmark {label}'") as journal,
+        Journal(
+            journal_place, header, schema="pmark/journal", version=1, what=f"journal of 'pmark {label}'"
+        ) as journal,
         tqdm(total=len(rows), desc=label, unit="text") as bar,
     ):
         for first in range(0, len(rows), size):
@@ -775,7 +801,9 @@ def _work_off(
 
 def _write_table(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     if out.suffix != ".csv":
-        write_text(out, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+        write_text(
+            out, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows), mode=_PRIVATE
+        )
         return
     text = io.StringIO()
     # The columns that hold one value each.
@@ -783,4 +811,4 @@ def _write_table(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_text(out, text.getvalue())
+    write_text(out, text.getvalue(), mode=_PRIVATE)
