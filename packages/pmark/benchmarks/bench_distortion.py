@@ -6,7 +6,7 @@ and its choices are compared with sentences that nothing chose: by the region of
 scheme without distortion has p-values spread over 0 to 1; one that distorts is caught, if the test has the power, which
 the rejection-sampling schemes show that it has.
 
-Run as `python bench_distortion.py [--json FILE] [--pools 1000]`.
+Run as `python bench_distortion.py [--json FILE] [--pools 400]`.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def test(counts: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--pools", type=int, default=1000)
+    parser.add_argument("--pools", type=int, default=400)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--machine", default=f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}")
     arguments = parser.parse_args()

@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct goes on from the first sentences of newspaper editorials, 
 under several keys; unmarked ones, written by the same model after the same prompts, are tested under many keys, and
 their z give the thresholds. Counts are those of the first sentences of each text, so that one run gives all lengths.
 
-Run as `python bench_power.py [--json FILE] [--plot FILE] [--texts 40] [--modes online offline]`; `--attacks` names some.
+Run as `python bench_power.py [--json FILE] [--plot FILE] [--texts 40] [--modes online offline] [--attacks ...]`.
 """
 
 import argparse
