@@ -129,6 +129,20 @@ class Wrapped(torch.nn.Module):
         return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
 
 
+@torch.inference_mode()
+def test_models_that_take_no_positions_are_told(model):
+    class Deaf(Wrapped):
+        def forward(self, input_ids, position_ids=None, **kwargs):
+            return self.inner(input_ids=input_ids, **kwargs)
+
+    class Narrow(Wrapped):
+        def forward(self, input_ids, past_key_values, use_cache, logits_to_keep=0):
+            return self.inner(input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep)
+
+    assert not usable_with(Deaf(model))
+    assert not usable_with(Narrow(model))
+
+
 def test_wrapped_models_share_prefixes_too(model, tokenizer):
     sampler = HFSampler(Wrapped(model).eval(), tokenizer, max_new_tokens=6)
     assert sampler.shares_prefixes
@@ -198,9 +212,9 @@ def test_drawn_first_tokens_have_the_models_frequencies(model, tokenizer):
 
 def test_a_row_depends_on_the_seed_and_its_number_alone(model, tokenizer):
     contexts = [TEXTS[1], TEXTS[0], TEXTS[1] + " more."]
-    one = HFSampler(model, tokenizer, max_new_tokens=20)
+    one = HFSampler(model, tokenizer, max_new_tokens=8)
     drawn = one.sample(contexts, [3, 5, 2], seed=7)
-    assert HFSampler(model, tokenizer, max_new_tokens=20, max_rows=2).sample(contexts, [3, 5, 2], seed=7) == drawn
+    assert HFSampler(model, tokenizer, max_new_tokens=8, max_rows=2).sample(contexts, [3, 5, 2], seed=7) == drawn
     assert one.sample(contexts, [3, 5, 2], seed=7) == drawn
     assert one.sample(contexts, [3, 5, 2], seed=8) != drawn
     assert one.sample(contexts, [3, 5, 2]) != one.sample(contexts, [3, 5, 2])
@@ -317,6 +331,9 @@ def test_prefixes_are_kept_within_their_bound(model, tokenizer):
     sampler.sample(["Else where", "Nothing"], [1, 1])  # the shorter one runs first
     assert sum(each.nbytes for each in sampler._prefixes.values()) <= sampler.cache_bytes
     assert [tokenizer.decode(ids[1:]) for ids in sampler._prefixes][-1] == "Else where"
+    sampler.cache_bytes = -1
+    assert len(sampler.sample(["A"], [1])[0]) == 1
+    assert not sampler._prefixes
 
 
 def test_an_empty_context_begins_with_the_first_token(model, tokenizer):
@@ -343,6 +360,8 @@ def test_what_cannot_be_sampled_from_is_refused(model, tokenizer):
         next_tokens(torch.tensor([[0.0, 1.0], [0.0, float("nan")]]), torch.zeros(2), 1.0, 1.0)
     with pytest.raises(ValueError, match=r"contexts\[1\] has 401 tokens; .* at most 384"):
         HFSampler(model, tokenizer).sample(["a", "a" * 400], [1, 1])
+    with pytest.raises(ValueError, match=r"at most 0: shorten it, or lower max_new_tokens"):
+        HFSampler(model, tokenizer, max_new_tokens=600).sample(["a"], [1])
     with pytest.raises(ValueError, match="temperature"):
         HFSampler(model, tokenizer, temperature=0)
     with pytest.raises(ValueError, match="max_rows must be at least 1, not 0"):
@@ -355,7 +374,7 @@ def test_what_cannot_be_sampled_from_is_refused(model, tokenizer):
 
 def test_a_missing_library_names_the_extra(monkeypatch, model, tokenizer):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"HFSampler needs transformers: pip install 'pmark\[transformers\]'"):
+    with pytest.raises(ImportError, match=r"HFSampler needs the extra .*: pip install 'pmark\[transformers\]'"):
         HFSampler(model, tokenizer)
 
 

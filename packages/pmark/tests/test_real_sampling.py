@@ -41,13 +41,13 @@ def test_candidates_are_single_sentences_and_the_likeliest_is_that_of_generate(s
     segmenter = make_segmenter()
     sampler = HFSampler(model, tokenizer, max_new_tokens=32)
     drawn = sampler.sample(
-        CONTEXTS, [8, 8], is_complete=lambda i, text: is_complete(segmenter, CONTEXTS[i], text), seed=1
+        CONTEXTS, [6, 6], is_complete=lambda i, text: is_complete(segmenter, CONTEXTS[i], text), seed=1
     )
     for context, rows in zip(CONTEXTS, drawn, strict=True):
-        assert len({row.text for row in rows}) > 4
+        assert len({row.text for row in rows}) > 2
         assert all(row.text[:1].isspace() for row in rows if row.text)
         stopped = [row.text for row in rows if is_complete(segmenter, context, row.text)]
-        assert len(stopped) > 4
+        assert len(stopped) > 2
         # Nothing but the first word of the next sentence is drawn in vain.
         assert all(not is_complete(segmenter, context, text.rsplit(maxsplit=1)[0]) for text in stopped)
     sampler = HFSampler(model, tokenizer, top_p=1e-9, max_new_tokens=8)

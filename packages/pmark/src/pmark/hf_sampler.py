@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from separata_kit.extras import load
+
 from pmark.samplers import Continuation, check_sampling
 from pmark.tokens import added_text, decoded_behind, encoded
 
@@ -73,7 +75,8 @@ class HFSampler:
             ImportError: torch or transformers is missing.
             ValueError: A setting is out of its range, or the model is no decoder-only one, or in training mode.
         """
-        _require_transformers()
+        for library in ("torch", "transformers"):
+            load(library, "HFSampler needs", "pmark[transformers]")
         check_sampling(temperature, top_p, max_new_tokens)
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, not {max_rows}")
@@ -183,7 +186,7 @@ class HFSampler:
             del self._prefixes[known.ids]
         self._prefixes[prefix.ids] = prefix
         held = sum(each.nbytes for each in self._prefixes.values())
-        while held > self.cache_bytes:
+        while self._prefixes and held > self.cache_bytes:
             held -= self._prefixes.popitem(last=False)[1].nbytes
         return prefix
 
@@ -253,13 +256,3 @@ def _fill_gaps(going: list[bool]) -> list[int]:
     size = len(order)
     late = [i for i in order if i >= size]
     return [i if going[i] else late.pop() for i in range(size)]
-
-
-def _require_transformers() -> None:
-    for name in ("torch", "transformers"):
-        try:
-            __import__(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-            raise ImportError(f"HFSampler needs {name}: pip install 'pmark[transformers]'") from error

@@ -35,7 +35,7 @@ def encoded(tokenizer: Any, context: str, index: int, room: int | None, *, speci
     if room is not None and len(ids) > room:
         raise ValueError(
             f"contexts[{index}] has {len(ids)} tokens; with max_new_tokens more the model has positions for at most "
-            f"{room}: shorten it"
+            f"{max(room, 0)}: shorten it, or lower max_new_tokens"
         )
     return ids
 

@@ -10,7 +10,8 @@ from pmark.samplers import Continuation, check_sampling
 from pmark.tokens import added_text, encoded
 
 # Where a sentence may have ended, told cheaply; whether it has is asked of the segmenter.
-_STOPS = [*(f"{end}{space}" for end in ".!?" for space in (" ", "\n", '" ')), "\n", "\u3002", "\uff01", "\uff1f"]
+_STOPS = [f"{end}{space}" for end in ".!?\u2026\u061f\u0964" for space in (" ", "\n", '" ')]
+_STOPS += ["\n", "\u3002", "\uff01", "\uff1f"]
 
 
 class VLLMSampler:
