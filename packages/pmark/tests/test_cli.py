@@ -63,7 +63,7 @@ def encode(texts):
 
 def scripted(monkeypatch, wait=0.0):
     monkeypatch.setattr(cli._Source, "load", lambda self: Words(wait))
-    monkeypatch.setattr(cli, "_load_encoder", lambda place: encode)
+    monkeypatch.setattr(cli, "_load_encoder", lambda place: LOAD_ENCODER(place) if place == "" else encode)
 
 
 @pytest.fixture(autouse=True)
@@ -259,8 +259,8 @@ class Shout(Attack):
 def test_pictures(folder, capsys, monkeypatch):
     rng = np.random.default_rng(0)
     for name, rate in (("key", 0.9), ("wrong", 0.5)):
-        counts = rng.binomial(1, rate, (6, 4, 2))
-        found = [{"z": each.sum() / 2.0, "num_sentences": 4, "counts": each.tolist()} for each in counts]
+        counts = rng.binomial(1, rate, (6, 2, 2))
+        found = [{"z": each.sum() / 2.0, "num_sentences": 2, "counts": each.tolist()} for each in counts]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     plot = ("plot", folder / "key.jsonl", "--unmarked", folder / "wrong.jsonl", "--out", folder / "p.svg")
     drawn = set()
@@ -281,6 +281,8 @@ def test_pictures(folder, capsys, monkeypatch):
     assert "names too" in output(capsys, *same, code=2).err
     (folder / "marked.jsonl").write_text('{"text": "no result"}\n')
     assert "no 'z'" in output(capsys, "plot", folder / "marked.jsonl", "--out", folder / "p.svg", code=1).err
+    (folder / "flat.jsonl").write_text('{"z": 1, "num_sentences": 1, "counts": [0.5]}\n')
+    assert "flat.jsonl" in output(capsys, "plot", folder / "flat.jsonl", "--out", folder / "p.svg", code=1).err
 
 
 def test_bench(folder, capsys, monkeypatch):
@@ -416,6 +418,7 @@ def test_a_killed_run_is_continued(folder, capsys):
         (["generate", "--mode", "sideways"], "'sideways' is none of online, offline"),
         (["generate", "--segmenter", "scissors"], "none of pysbd"),
         (["generate", "--chat"], "--endpoint"),
+        (["generate", "--encoder", ""], "--encoder: it is empty"),
         (["generate", "--endpoint", "http://localhost:1/v1"], "--model"),
         (["detect", "--alpha", "1"], "--alpha"),
         (["detect", "--out", "results.xml"], ".csv"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
+from jaxtyping import Float64
 from separata_kit import console
 from separata_kit.files import check_writable, digest, write_text
 from separata_kit.rows import column, read_rows, text
@@ -229,7 +230,7 @@ def generate(
 ) -> None:
     """Continue prompts with watermarked text.
 
-    The traces of many texts give a key away: they are for its owner only.
+    The traces of many texts give a key away: hand on the column 'text' alone.
     """
     source = _Source(model, endpoint, chat, temperature, top_p, new_tokens)
     source.check()
@@ -525,7 +526,7 @@ def bench(
     _print(table.to_json() if as_json else f"{table.text()}\n\ntable: {out}")
 
 
-@app.command("plot", epilog="Example: pmark plot found.jsonl --unmarked human.jsonl --kind roc --out roc.svg")
+@app.command("plot", epilog="Example: pmark plot found.jsonl --unmarked human-found.jsonl --kind roc --out roc.svg")
 def plot_command(
     files: Annotated[list[Path], typer.Argument(help="What 'detect --out' wrote, .jsonl; one curve for each file.")],
     out: Annotated[Path, typer.Option(help="The picture, .png or .svg; needs the extra 'plot'.")],
@@ -553,12 +554,12 @@ def plot_command(
     stems = Counter(file.stem for file in every)
     names = [file.stem if stems[file.stem] == 1 else str(file) for file in every]
     scores: dict[str, list[float]] = {}
-    counts: dict[str, list[list[list[float]]]] = {}
+    counts: dict[str, list[Float64[np.ndarray, "sentences channels"]]] = {}
     for name, file in zip(names, every, strict=True):
         rows = [row for _, row in read_rows(file)]
         try:
             scores[name] = [float(column(row, "z")[1]) for row in rows]
-            counts[name] = [column(row, "counts")[1] for row in rows if row["num_sentences"]]
+            counts[name] = [_counts(row) for row in rows if row["num_sentences"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} is not what 'detect --out' wrote: {error}") from None
     marked, other = names[: len(files)], names[-1]
@@ -594,6 +595,13 @@ def _print(result: str | Mapping[str, Any]) -> None:
         console.print_json(result)
 
 
+def _counts(row: Mapping[str, Any]) -> Float64[np.ndarray, "sentences channels"]:
+    found = np.array(column(row, "counts")[1], float)
+    if found.ndim != 2:
+        raise ValueError("'counts' must hold a list for each sentence")
+    return found
+
+
 def _load_model(place: str | None) -> tuple[Any, Any]:
     """A transformers model and its tokenizer."""
     from separata_kit import language_models
@@ -607,6 +615,8 @@ def _load_model(place: str | None) -> tuple[Any, Any]:
 
 
 def _load_encoder(place: str | None) -> Any:
+    if place == "":
+        raise typer.BadParameter("it is empty", param_hint="--encoder")
     if place is not None:
         return place
     from pmark.demo import embedded

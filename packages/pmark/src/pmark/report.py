@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Float64
 
 if TYPE_CHECKING:
     from pmark.demo import DemoResult
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 MARKED, UNMARKED, WRONG_KEYS = "marked", "unmarked", "marked, wrong keys"
 """The conditions of the demo besides the attack."""
 
-_Counts = Sequence[Sequence[float | None]]
+_Counts = Float64[np.ndarray, "sentences channels"]
 
 _LEVEL = 0.05
 
@@ -44,7 +45,7 @@ def power_by_length(
     """How the share of marked texts that are found grows with their number of sentences.
 
     Args:
-        marked: Counts `[sentences, channels]` of marked texts; None where a sentence can carry no evidence.
+        marked: Counts of marked texts; NaN where a sentence can carry no evidence.
         unmarked: Those of unmarked texts; at each length they set the threshold.
         fpr: Share of them that may lie above it.
         seed: Of the bootstrap over texts.
@@ -58,7 +59,7 @@ def power_by_length(
     from pmark.metrics import bootstrap, tpr_at_fpr
 
     # No evidence is as good as a toss of a coin.
-    kinds = [[np.nan_to_num(np.array(each, float), nan=0.5) for each in kind] for kind in (marked, unmarked)]
+    kinds = [[np.nan_to_num(each, nan=0.5) for each in kind] for kind in (marked, unmarked)]
     longest = min((len(counts) for kind in kinds for counts in kind), default=0)
     if not marked or not unmarked or not longest:
         raise ValueError("power needs marked and unmarked texts of at least one sentence each")
