@@ -70,3 +70,8 @@ def test_default_models(monkeypatch, block_imports):
     block_imports("separata_embedded")
     with pytest.raises(ImportError, match=r"pmark\[demo\].*--model and --encoder"):
         LOAD_ENCODER(None)
+    block_imports("torch")
+    with pytest.raises(ImportError, match=r"pmark\[demo\].*--model and --encoder"):
+        cli._load_model(None)
+    with pytest.raises(ImportError, match=r"'pmark\[transformers\]'"):
+        cli._load_model("folder")

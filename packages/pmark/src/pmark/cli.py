@@ -604,14 +604,17 @@ def _counts(row: Mapping[str, Any]) -> Float64[np.ndarray, "sentences channels"]
 
 def _load_model(place: str | None) -> tuple[Any, Any]:
     """A transformers model and its tokenizer."""
-    from separata_kit import language_models
+    from separata_kit import extras, language_models
 
-    if place is not None:
-        return language_models.load_language_model(place)
     from pmark.demo import embedded
 
+    models: Any = embedded() if place is None else None
+    for library in ("torch", "transformers"):
+        extras.load(library, "a local model needs", "pmark[transformers]")
+    if place is not None:
+        return language_models.load_language_model(place)
     options = {"dtype": language_models.default_dtype(), "device": language_models.default_device()}
-    return embedded().load_smollm2(**options)  # type: ignore[no-any-return]  # optional package
+    return models.load_smollm2(**options)  # type: ignore[no-any-return]  # optional package
 
 
 def _load_encoder(place: str | None) -> Any:
