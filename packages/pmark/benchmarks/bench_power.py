@@ -104,9 +104,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--texts", type=int, default=40)
-    parser.add_argument(
-        "--keys", type=int, default=4, help="that mark; the unmarked texts are tested under five times as many"
-    )
+    parser.add_argument("--keys", type=int, default=2, help="that mark")
+    parser.add_argument("--null-keys", type=int, default=30, help="under which unmarked texts are tested")
     parser.add_argument("--modes", nargs="+", default=["online", "offline"])
     parser.add_argument("--attacks", nargs="+", default=["deletion", "synonyms", "drop", "shuffle", "paraphrase"])
     parser.add_argument("--threads", type=int, default=1)
@@ -119,7 +118,7 @@ def main() -> None:
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": REQUEST}], add_generation_prompt=True, tokenize=False
     )
-    plain_sampler = HFSampler(model, tokenizer, wrap=lambda context: asked + context)
+    plain_sampler = HFSampler(model, tokenizer, wrap=lambda context: asked + context, max_new_tokens=64)
     encoder = as_encoder(load_sentence_encoder())
     segmenter = make_segmenter()
     # A first sentence that the segmenter cuts in two would be no prompt of one sentence.
@@ -151,6 +150,8 @@ def main() -> None:
         "texts": len(prompts),
         "channels": CHANNELS,
         "samples": SAMPLES,
+        "keys": arguments.keys,
+        "null_keys": arguments.null_keys,
         "quality": {},
         "results": [],
     }
@@ -201,7 +202,7 @@ def main() -> None:
             return [each for each in found if each is not None]
 
         began = time.perf_counter()
-        wrong = range(100, 100 + 5 * arguments.keys)
+        wrong = range(100, 100 + arguments.null_keys)
         null = [
             result
             for key in wrong

@@ -7,6 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from pmark import openai_sampler
 from pmark.openai_sampler import OpenAISampler
 from pmark.samplers import Continuation, Sampler, SamplerError, draw
 
@@ -198,6 +199,14 @@ def test_refusals_are_told_apart_and_never_tell_the_key(server, monkeypatch, sta
     while error is not None:
         assert KEY not in str(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def test_a_password_in_the_address_is_not_told(monkeypatch):
+    monkeypatch.setattr(openai_sampler, "_CLIENT_RETRIES", 0)
+    sampler = OpenAISampler("http://me:hidden@127.0.0.1:9/v1", "m", timeout=1.0)
+    with pytest.raises(Exception, match=r"^http://127.0.0.1:9/v1: \w+") as caught:
+        sampler.sample(["a"], [1])
+    assert "hidden" not in str(caught.value)
 
 
 def test_bad_settings_are_refused():

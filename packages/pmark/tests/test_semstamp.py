@@ -149,7 +149,7 @@ def test_k_means_finds_directions_and_the_margin_is_to_the_second():
 
 def test_the_count_test_is_one_of_proportions():
     ones = np.ones((12, 2))
-    document = Document("", ["A."] * 12, ones, ones, [""] * 12)
+    document = Document("", ["A."] * 12, ones, ones, "", [0] * 12)
     result = count_test(document, np.array([1.0] * 8 + [0.0] * 4), 0.25, 0.05)
     assert result.z == pytest.approx(5 / np.sqrt(12 * 0.25 * 0.75))
     assert result.z_calibrated == result.z

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import re
+import tracemalloc
 import warnings
 from itertools import count, cycle, islice
 
@@ -239,6 +240,18 @@ def test_detection_sees_what_generation_saw():
     assert (alone.contexts, alone.sentences) == (asked, text.sentences)
 
 
+def test_a_long_text_takes_no_more_memory_than_it_is_long():
+    text = " ".join(f"Number {index} came." for index in range(4000))
+    watermark = unmarked(segmenter="regex")
+    watermark.documents([text])  # what is remembered of sentences counts once
+    tracemalloc.start()
+    (document,) = watermark.documents([text])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(document.sentences) == 3999
+    assert peak < 200 * len(text)
+
+
 def test_without_a_prompt_every_sentence_is_tested():
     watermark = unmarked()
     text = "It rained. It snowed. It was dark."
@@ -330,4 +343,4 @@ def test_texts_that_are_none():
 def test_dataclasses_hold_what_they_say():
     pool = Pool(1, np.zeros(2), ["a"], np.zeros((1, 2)), True, 0)
     assert pool.thresholds is None
-    assert Document("", ["a"], np.zeros((1, 2)), np.zeros((1, 2)), [""]).sentences == ["a"]
+    assert Document("", ["a"], np.zeros((1, 2)), np.zeros((1, 2)), "a", [0]).sentences == ["a"]

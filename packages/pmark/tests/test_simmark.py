@@ -17,7 +17,7 @@ def encode(texts):
 def documents(angles):
     rows = np.array([[np.cos(angle), np.sin(angle)] for angle in angles])
     before = np.tile([1.0, 0.0], (len(angles), 1))
-    return Document("", ["A."] * len(angles), rows, before, [""] * len(angles))
+    return Document("", ["A."] * len(angles), rows, before, "", [0] * len(angles))
 
 
 def test_marked_text_lies_in_the_interval_and_other_text_gives_gamma():
@@ -48,6 +48,12 @@ def test_an_interval_that_no_human_sentence_hits_has_a_finite_z():
     hit, missed = scheme.score([documents([np.arccos(0.55)]), documents([np.pi])])
     assert hit.z == pytest.approx(1e6)
     assert missed.z == pytest.approx(0, abs=1e-3)
+
+
+def test_a_share_measured_as_none_is_half_a_pair_s():
+    human = [" ".join(f"Human sentence {number}{part} stood." for part in range(6)) for number in range(4)]
+    assert SimMark(encode, interval=(0.999, 1.0)).calibrate(human).gamma == 0.5 / 20
+    assert SimMark(encode, interval=(-1.0, 1.0)).calibrate(human).gamma == 1 - 0.5 / 20
 
 
 def test_distances_are_taken_whole_or_on_principal_axes():

@@ -373,6 +373,8 @@ def test_a_null_measured_otherwise_is_warned_of(recwarn):
     ):
         with pytest.warns(UserWarning, match=what):
             other.with_null(null)
+    with pytest.raises(ValueError, match="medians of 3 channels, the key has 4"):
+        offline(prior="calibrated").with_null(Null(0.5, 0.5, medians=(0.0, 0.0, 0.0)))
     strange = watermark.with_null(Null(0.5, 0.5, dimension=32))
     with pytest.raises(ValueError, match="dimension 32, the encoder gives 64"):
         strange.detect(plain_texts(1)[0])

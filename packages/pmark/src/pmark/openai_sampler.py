@@ -1,6 +1,7 @@
 """Drawing from a server that speaks OpenAI's API: vLLM, llama.cpp, and most providers."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -55,7 +56,7 @@ class OpenAISampler:
             ValueError: One of them is out of its range.
         """
         if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url must begin with http:// or https://, not {base_url!r}")
+            raise ValueError(f"base_url must begin with http:// or https://, not {shown_address(base_url)!r}")
         if mode not in ("completions", "chat"):
             raise ValueError(f"mode must be 'completions' or 'chat', not {mode!r}")
         for name, number in {"concurrency": concurrency, "timeout": timeout, "max_n": max_n}.items():
@@ -151,7 +152,7 @@ class OpenAISampler:
         def error_of(error: Exception) -> Exception:
             # Some servers repeat the key that they refuse.
             told = str(error).replace(key, "***") if key != _NO_KEY else str(error)
-            text = f"{self.base_url}: {type(error).__name__}: {told[:500]}"
+            text = f"{shown_address(self.base_url)}: {type(error).__name__}: {told[:500]}"
             if isinstance(error, (openai.AuthenticationError, openai.PermissionDeniedError)):
                 return SamplerError(f"{text} (the key is read from the environment variable {self.api_key_env})")
             if isinstance(error, openai.NotFoundError):
@@ -162,3 +163,8 @@ class OpenAISampler:
 
         client = openai.OpenAI(base_url=self.base_url, api_key=key, timeout=self.timeout, max_retries=_CLIENT_RETRIES)
         return client, error_of
+
+
+def shown_address(url: str) -> str:
+    """Returns an address for messages: without the user and password that may stand in it."""
+    return re.sub(r"//[^/@]*@", "//", url)

@@ -19,6 +19,7 @@ from pmark.attacks import Attack
 from pmark.decoding import generate_rows
 from pmark.encoders import as_encoder
 from pmark.metrics import n_grams
+from pmark.openai_sampler import shown_address
 
 _FORMS = {
     "sentence": ["Say the following sentence in other words. Keep its meaning. Answer with the new sentence only.\n\n"],
@@ -152,7 +153,7 @@ class ChatParaphraser(ChatAttack):
             # An answer's body may repeat the key, so only the kind of error is told.
             status = f" (status {error.status_code})" if isinstance(error, APIStatusError) else ""
             raise ConnectionError(
-                f"no paraphrase from {self._client.base_url}: {type(error).__name__}{status}"
+                f"no paraphrase from {shown_address(str(self._client.base_url))}: {type(error).__name__}{status}"
             ) from None
         return text if choice.finish_reason != "length" else ""
 

@@ -76,14 +76,21 @@ class Document:
         sentences: The tested sentences.
         embeddings: Their embeddings.
         previous: Embeddings of the sentences before each; zeros where there is none.
-        contexts: The text before each.
+        text: The whole text.
+        starts: Where the tested sentences begin in it.
     """
 
     prompt: str
     sentences: list[str]
     embeddings: Float64[np.ndarray, "sentences dim"]
     previous: Float64[np.ndarray, "sentences dim"]
-    contexts: list[str]
+    text: str
+    starts: list[int]
+
+    @property
+    def contexts(self) -> list[str]:
+        """The text before each tested sentence; as long as the text squared, so made only where it is needed."""
+        return [self.text[:start].rstrip(" ") for start in self.starts]
 
 
 @dataclass(frozen=True)
@@ -297,7 +304,9 @@ class SentenceWatermark(ABC):
         own = self.settings
         for name in names:
             recorded = settings.get(name)
-            if recorded is not None and recorded != own[name]:
+            # An encoder is what it computes, whatever it was called where it was loaded from.
+            same = [str(each).rpartition("#")[2] if name == "encoder" else each for each in (recorded, own[name])]
+            if recorded is not None and same[0] != same[1]:
                 message = f"made with {name} {recorded!r}, but this is {own[name]!r}: what detection says means nothing"
                 warnings.warn(message, stacklevel=3)
 
@@ -425,14 +434,15 @@ class SentenceWatermark(ABC):
         ]
         plain = [each.text if isinstance(each, WatermarkedText) else each for each in texts]
         parts = [self._part(text, prompt, has_prompt) for text, prompt in zip(plain, known, strict=True)]
-        flat = [sentence for sentences, _, _ in parts for sentence in sentences]
+        flat = [sentence for sentences, *_ in parts for sentence in sentences]
         encoded = np.asarray(self.encoder.encode(flat), np.float64) if flat else np.zeros((0, 0))
         documents, at = [], 0
-        for sentences, starts, first in parts:
+        for sentences, whole, starts, first in parts:
             rows = encoded[at : at + len(sentences)]
             at += len(sentences)
             before = np.concatenate([np.zeros_like(rows[:1]), rows])[first : len(sentences)]
-            documents.append(Document(starts[0], sentences[first:], rows[first:], before, starts[1:]))
+            prompt = whole[: starts[0]].rstrip(" ") if starts else whole
+            documents.append(Document(prompt, sentences[first:], rows[first:], before, whole, starts))
         return documents
 
     def _scored(
@@ -442,8 +452,8 @@ class SentenceWatermark(ABC):
         results = iter(score(testable) if testable else [])
         return [next(results) if each.sentences else DetectionResult.nothing(self.channels) for each in documents]
 
-    def _part(self, text: str, prompt: str | None, has_prompt: bool) -> tuple[list[str], list[str], int]:
-        """Returns all sentences, the text before the first tested one and before each tested one, and its index."""
+    def _part(self, text: str, prompt: str | None, has_prompt: bool) -> tuple[list[str], str, list[int], int]:
+        """Returns all sentences, the whole text, where in it the tested ones begin, and the index of the first."""
         if prompt is None:
             first = int(has_prompt)
         else:
@@ -454,8 +464,7 @@ class SentenceWatermark(ABC):
         places = [index for index, character in enumerate(text) if not character.isspace()]
         lengths = [sum(not character.isspace() for character in sentence) for sentence in sentences]
         begins = [places[at] for at in accumulate(lengths[:-1], initial=0)] if sentences else []
-        starts = [text[:at].rstrip(" ") for at in begins[first:]]
-        return sentences, [starts[0] if starts else text, *starts], min(first, len(sentences))
+        return sentences, text, begins[first:], min(first, len(sentences))
 
     def _close_prompts(self, sampler: Sampler, writings: Sequence[_Writing], rng: np.random.Generator) -> None:
         """Lets the model finish the last sentence of prompts that stop within one."""
@@ -476,8 +485,8 @@ class SentenceWatermark(ABC):
             each.finish_reason = "sampler_exhausted"
             for continuation in continuations:
                 whole = prompt + continuation.text
-                sentences, starts, _ = self._part(whole, prompt, True)
-                rest = starts[0][len(prompt) :]
+                sentences, whole, starts, _ = self._part(whole, prompt, True)
+                rest = (whole[: starts[0]].rstrip(" ") if starts else whole)[len(prompt) :]
                 space = rest[: len(rest) - len(rest.lstrip())]
                 opening = space + clean(rest, joiner=self.joiner)
                 if self._is_closed(prompt + opening):

@@ -112,6 +112,8 @@ class SimMark(SentenceWatermark):
     def calibrate(self, human_texts: Sequence[str], **options: Any) -> "SimMark":
         """Return a copy whose `gamma` is the share of consecutive human sentences within the interval.
 
+        It is at least half a pair's share and at most all but that: with 0 or 1 there would be no test.
+
         Soft counts have a mean above that share, so z of unmarked text is biased upwards, as with the authors.
 
         Args:
@@ -130,7 +132,8 @@ class SimMark(SentenceWatermark):
         if not len(every):
             raise ValueError("human_texts hold no two consecutive sentences")
         other = copy.copy(self)
-        other.gamma = float((every == 0).mean())
+        half = 0.5 / len(every)
+        other.gamma = float(np.clip((every == 0).mean(), half, 1 - half))
         return other
 
     def _counts(self, document: Document) -> Float64[np.ndarray, " sentences"]:

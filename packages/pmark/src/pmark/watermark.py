@@ -146,6 +146,8 @@ class PMark(SentenceWatermark):
         if (null.medians is None) != (self.prior == "zero"):
             message = f"the null was measured with another prior than {self.prior!r}: its p-values mean nothing"
             warnings.warn(message, stacklevel=3)
+        if null.medians is not None and len(null.medians) != self.channels:
+            raise ValueError(f"the null has medians of {len(null.medians)} channels, the key has {self.channels}")
 
     def proxies(self, embeddings: Float[np.ndarray, "*batch dim"]) -> Float64[np.ndarray, "*batch channels"]:
         """Returns F_j of unit embeddings: their cosines with the pivots (section "Proxy function").
