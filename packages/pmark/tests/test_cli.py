@@ -479,6 +479,8 @@ def test_what_goes_wrong(folder, capsys):
 
 def test_what_is_loaded(monkeypatch):
     made = []
+    # A vendored copy has no demo.
+    monkeypatch.setitem(sys.modules, f"{cli.__name__.rpartition('.')[0]}.demo", SimpleNamespace(embedded=None))
     monkeypatch.setattr(hf_sampler, "HFSampler", lambda *given, **options: made.append((given, options)))
     monkeypatch.setattr(openai_sampler, "OpenAISampler", lambda *given, **options: made.append((given, options)))
     monkeypatch.setattr(language_models, "load_language_model", lambda place: (place, "tokenizer"))
