@@ -180,7 +180,7 @@ def test_report_of_a_whole_workspace(house, cache, capsys, monkeypatch):
 
 def test_hung_compiler_is_a_finding(house, cache, monkeypatch):
     monkeypatch.setattr(compile_kernels, "TIMEOUT_S", 0.2)
-    source = member(house, "kernels_hung", KERNELS)
+    source = member(house, "kernels_hung", KERNELS + "import time\n\ntime.sleep(600)\n")
     (result,) = compile_kernels.compile_apart("kernels_hung.kernels.ops", source, cache)
     assert "still compiling after 0.2 s" in result.findings[0]
 
