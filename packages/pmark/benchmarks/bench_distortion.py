@@ -24,6 +24,7 @@ import torch
 from pmark import CallableSampler, HFSampler, KSemStamp, PMark, PMarkKey, SemStamp
 from pmark.encoders import as_encoder
 from pmark.samplers import Continuation
+from pmark.segmentation import is_complete
 from pmark.semstamp import spherical_k_means
 from pmark.sentence_watermark import SentenceWatermark, Unmarked
 from scipy.stats import chi2
@@ -69,12 +70,15 @@ def main() -> None:
     sampler = HFSampler(*load_smollm2(dtype=dtype), max_new_tokens=48)
     encoder = as_encoder(load_sentence_encoder(), cache_size=100_000)
     unmarked = Unmarked(encoder, num_samples=1, min_candidates=0)
+
+    def another_begins(_: int, text: str) -> bool:
+        return is_complete(unmarked.segmenter, PROMPT, text)
+
     began = time.perf_counter()
     # The pools, and a quarter as many sentences to fit the classes on.
     drawn: list[Continuation] = []
     for block in range(-(-5 * arguments.pools * SAMPLES // (4 * 256))):
-        done = lambda _, text: unmarked.segmenter.split(PROMPT + text)[2:] != []  # noqa: E731  # two lines for one test
-        drawn += sampler.sample([PROMPT], [256], is_complete=done, seed=block)[0]
+        drawn += sampler.sample([PROMPT], [256], is_complete=another_begins, seed=block)[0]
     print(f"{len(drawn)} continuations in {time.perf_counter() - began:.0f} s", flush=True)
 
     def first(method: SentenceWatermark, pool: Sequence[Continuation]) -> str:

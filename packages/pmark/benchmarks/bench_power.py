@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from pmark.encoders import as_encoder
 from pmark.metrics import auc, bootstrap, perplexity, rep_n, tpr_at_fpr
 from pmark.paraphrase import CausalParaphraser
 from pmark.plots import plot_power
-from pmark.samplers import Continuation, Sampler
+from pmark.samplers import Remembering, Sampler
 from pmark.scoring import soft_counts, z_score
 from pmark.segmentation import make_segmenter
 from pmark.sentence_watermark import SentenceWatermark, Unmarked
+from pmark.watermark import Mode
 from separata_embedded import load_sentence_encoder, load_smollm2, rated_texts
 from separata_kit.language_models import has_fast_bfloat16
 
@@ -40,35 +41,7 @@ CHUNK = 32
 CHANNELS = 4
 REQUEST = "Write a long newspaper editorial in plain sentences."
 # Online N is held at 16, the least for 4 channels: detection draws as much as generation did.
-SAMPLES = {"online": 16, "offline": 64}
-
-
-class Remembering:
-    """Draws once for each context and seed, so that a text is tested under many keys on the same draws."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler = sampler
-        self.drawn: dict[tuple[str, int, int | None], list[Continuation]] = {}
-
-    def sample(
-        self,
-        contexts: Sequence[str],
-        counts: Sequence[int],
-        *,
-        is_complete: Callable[[int, str], bool] | None = None,
-        seed: int | None = None,
-    ) -> list[list[Continuation]]:
-        wanted = [(context, count, seed) for context, count in zip(contexts, counts, strict=True)]
-        new = [index for index, each in enumerate(wanted) if each not in self.drawn]
-        if new:
-            found = self.sampler.sample(
-                [contexts[index] for index in new],
-                [counts[index] for index in new],
-                is_complete=is_complete and (lambda row, text: is_complete(new[row], text)),
-                seed=seed,
-            )
-            self.drawn |= {wanted[index]: each for index, each in zip(new, found, strict=True)}
-        return [self.drawn[each] for each in wanted]
+SAMPLES: dict[Mode, int] = {"online": 16, "offline": 64}
 
 
 def editorials(count: int, sentences: int = 10) -> list[list[str]]:
@@ -140,9 +113,9 @@ def main() -> None:
     prompts = [each[0] for each in editorials(10 * arguments.texts) if len(segmenter.split(each[0])) == 1]
     prompts = prompts[: arguments.texts]
 
-    def method(mode: str, number: int, seed: int) -> PMark:
+    def method(mode: Mode, number: int, seed: int) -> PMark:
         key = PMarkKey.generate(CHANNELS, secret=number.to_bytes(32, "big"))
-        return PMark(encoder, key, mode=mode, num_samples=SAMPLES[mode], seed=seed, chunk=CHUNK)  # type: ignore[arg-type]  # one of two
+        return PMark(encoder, key, mode=mode, num_samples=SAMPLES[mode], seed=seed, chunk=CHUNK)
 
     def written(watermark: SentenceWatermark, some: Sequence[str]) -> list[Any]:
         return watermark.generate_batch(plain_sampler, some, max_sentences=max(LENGTHS))
@@ -203,7 +176,7 @@ def main() -> None:
             texts: Sequence[str],
             opened: Sequence[str],
             keys: Sequence[int],
-            mode: str = mode,
+            mode: Mode = mode,
             sampler: Sampler = sampler,
         ) -> list[Evidence]:
             found: dict[int, Evidence] = {}

@@ -4,7 +4,7 @@ import time
 
 import jaxtyping
 import pytest
-from pmark.samplers import CallableSampler, Continuation, SamplerError, check_sampling, draw, spread_seed
+from pmark.samplers import CallableSampler, Continuation, Remembering, SamplerError, check_sampling, draw, spread_seed
 
 
 @pytest.fixture
@@ -171,3 +171,27 @@ def test_seeds_of_one_differ_and_are_the_same_each_time():
     assert seeds[10:12] == spread_seed(3, 10, 2)
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert spread_seed(None, 0, 2) == [None, None]
+
+
+def test_what_was_drawn_is_remembered_by_context_number_and_seed():
+    asked = []
+
+    class Counting:
+        def sample(self, contexts, counts, *, is_complete=None, seed=None):
+            asked.append(([*contexts], [*counts], seed))
+            assert is_complete is None or is_complete(0, contexts[0])
+            return [
+                [Continuation(f"{context} {seed} {i}") for i in range(count)]
+                for context, count in zip(contexts, counts, strict=True)
+            ]
+
+    sampler = Remembering(Counting())
+    contexts = ["a", "b", "c"]
+    first = sampler.sample(contexts[:1], [2], seed=1)
+    # The index that is asked about is that of the whole call.
+    both = sampler.sample(contexts[:2], [2, 1], seed=1, is_complete=lambda i, text: text == contexts[i])
+    assert both[0] == first[0]
+    assert sampler.sample(contexts[:2], [2, 1], seed=1) == both
+    sampler.sample(contexts[:1], [3], seed=1)
+    sampler.sample(contexts[:1], [2], seed=2)
+    assert asked == [(["a"], [2], 1), (["b"], [1], 1), (["a"], [3], 1), (["a"], [2], 2)]

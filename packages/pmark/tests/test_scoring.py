@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 
@@ -5,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pmark.scoring import Null, expected_z, flip_bound, gaussian_null, p_value, soft_counts, z_score
+from pmark.scoring import Null, among_other_bits, expected_z, flip_bound, gaussian_null, p_value, soft_counts, z_score
 
 ONE, ZERO = np.array([True]), np.array([False])
 
@@ -214,3 +215,32 @@ def test_evidence_grows_with_the_root_of_the_channels():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_other_bits_by_going_through_all(hard):
+    rng = np.random.default_rng(4)
+    for size in (1, 2, 5, 8):
+        counts, opposite = rng.integers(0, 101, size=(2, size, 1)) / 100
+        if hard:
+            counts = np.round(counts)
+            opposite = 1 - counts
+        steps = np.rint(100 * (counts - opposite)).ravel()
+        sums = np.array([np.dot(signs, np.abs(steps)) for signs in itertools.product((-1, 1), repeat=size)])
+        z, p = among_other_bits(counts, opposite)
+        assert p == pytest.approx(np.mean(sums >= steps.sum()), abs=1e-12)
+        assert z == pytest.approx(steps.sum() / np.sqrt((steps**2).sum()))
+
+
+def test_other_bits_at_the_ends():
+    assert among_other_bits(np.ones((12, 4)), np.zeros((12, 4))) == (pytest.approx(48**0.5), pytest.approx(2.0**-48))
+    assert among_other_bits(np.zeros((3, 2)), np.ones((3, 2)))[1] == 1
+    # On the threshold either bit counts whole.
+    assert among_other_bits(np.ones((3, 2)), np.ones((3, 2))) == (0.0, 1.0)
+    rng = np.random.default_rng(5)
+    counts, opposite = rng.random((2, 100, 4))
+    long = among_other_bits(np.concatenate([counts, counts[:1]]), np.concatenate([opposite, opposite[:1]]))
+    assert long[1] == p_value(long[0])
+    assert among_other_bits(counts, opposite)[1] == pytest.approx(
+        p_value(among_other_bits(counts, opposite)[0]), rel=0.05
+    )

@@ -614,7 +614,8 @@ def _load_model(place: str | None) -> tuple[Any, Any]:
     if place is not None:
         return language_models.load_language_model(place)
     options = {"dtype": language_models.default_dtype(), "device": language_models.default_device()}
-    return models.load_smollm2(**options)  # type: ignore[no-any-return]  # optional package
+    loaded: tuple[Any, Any] = models.load_smollm2(**options)
+    return loaded
 
 
 def _load_encoder(place: str | None) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,12 @@ from pmark.encoders import as_encoder
 from pmark.key import PMarkKey
 from pmark.metrics import perplexity
 from pmark.report import MARKED, UNMARKED, WRONG_KEYS, standard_error
+from pmark.samplers import Remembering
 from pmark.sentence_watermark import DetectionResult, Unmarked
 from pmark.watermark import PMark
 
 if TYPE_CHECKING:
-    from pmark.samplers import Continuation, Sampler
+    pass
 
 PROMPTS = (
     "The old lighthouse keeper climbed the stairs for the last time.",
@@ -133,34 +134,6 @@ class DemoResult:
         }
 
 
-class _Remembering:
-    """A sampler that gives for a seed what it gave before, so that other keys are tried on the same draws."""
-
-    def __init__(self, sampler: "Sampler") -> None:
-        self.sampler = sampler
-        self.drawn: dict[tuple[str, int, int | None], list[Continuation]] = {}
-
-    def sample(
-        self,
-        contexts: Sequence[str],
-        counts: Sequence[int],
-        *,
-        is_complete: Callable[[int, str], bool] | None = None,
-        seed: int | None = None,
-    ) -> "list[list[Continuation]]":
-        wanted = [(context, count, seed) for context, count in zip(contexts, counts, strict=True)]
-        new = [index for index, each in enumerate(wanted) if each not in self.drawn]
-        if new:
-            found = self.sampler.sample(
-                [contexts[index] for index in new],
-                [counts[index] for index in new],
-                is_complete=is_complete and (lambda row, text: is_complete(new[row], text)),
-                seed=seed,
-            )
-            self.drawn |= {wanted[index]: each for index, each in zip(new, found, strict=True)}
-        return [self.drawn[each] for each in wanted]
-
-
 def run_demo(
     model: Any,
     tokenizer: Any,
@@ -224,7 +197,7 @@ def run_demo(
         bar.update()
         kinds = {MARKED: [each.text for each in marked], UNMARKED: [each.text for each in plain]}
         kinds[attack.name] = attack(kinds[MARKED], seed=seed, prompts=given)
-        memory, conditions = _Remembering(sampler), {}
+        memory, conditions = Remembering(sampler), {}
         for name, texts in kinds.items():
             results = right.detect_batch(texts, prompts=given, sampler=memory)
             conditions[name] = _condition([results])

@@ -97,6 +97,43 @@ class CallableSampler:
         return rows
 
 
+class Remembering:
+    """A sampler that gives for a context and a seed what it gave before: other keys are tried on the same draws.
+
+    For detection alone: contexts that are alike share their draws.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        """Takes what draws.
+
+        Args:
+            sampler: Asked for what is not known yet.
+        """
+        self.sampler = sampler
+        self._drawn: dict[tuple[str, int, int | None], list[Continuation]] = {}
+
+    def sample(
+        self,
+        contexts: Sequence[str],
+        counts: Sequence[int],
+        *,
+        is_complete: Callable[[int, str], bool] | None = None,
+        seed: int | None = None,
+    ) -> list[list[Continuation]]:
+        """Draws continuations that were not drawn before; see `Sampler`."""
+        wanted = [(context, count, seed) for context, count in zip(contexts, counts, strict=True)]
+        new = [index for index, each in enumerate(wanted) if each not in self._drawn]
+        if new:
+            found = self.sampler.sample(
+                [contexts[index] for index in new],
+                [counts[index] for index in new],
+                is_complete=_for_group(is_complete, new),
+                seed=seed,
+            )
+            self._drawn |= {wanted[index]: each for index, each in zip(new, found, strict=True)}
+        return [self._drawn[each] for each in wanted]
+
+
 def draw(
     sampler: Sampler,
     contexts: Sequence[str],

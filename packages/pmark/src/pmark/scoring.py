@@ -19,6 +19,11 @@ TOLERANCE = 1e-3
 DECAY = 250.0
 """Rate K at which the count falls with the distance behind that."""
 
+_STEPS = 100
+"""Into which a count is divided where sums are told apart."""
+_MOST_EXACT = 400
+"""Counts of a text of which all sums are gone through, in some milliseconds."""
+
 
 def soft_counts(
     proxies: Float[np.ndarray, "*shape"],
@@ -114,6 +119,39 @@ def gaussian_null(dimension: int, *, tolerance: float = TOLERANCE, decay: float 
     whole = 1 - p_value(tolerance * scale)
     mean = whole + tail(decay)
     return mean, math.sqrt(max(0.0, whole + tail(2 * decay) - mean**2))
+
+
+def among_other_bits(
+    counts: Float[np.ndarray, "sentences channels"], opposite: Float[np.ndarray, "sentences channels"]
+) -> tuple[float, float]:
+    """Where a text's sum of counts lies among its sums under all other bits: a test that needs no model (ours).
+
+    Bits are fair coins that know nothing of an unmarked text, so under them each count is either of two values. The
+    p-value is exact for differences rounded to hundredths, up to 400 counts; beyond that it is the normal one.
+
+    Args:
+        counts: Under the key's bits.
+        opposite: What each would be under the opposite bit.
+
+    Returns:
+        The sum's standard score and the share of bits that give as much or more; 0 and 1 where bits change nothing.
+    """
+    differences = (counts - opposite).ravel()
+    spread = math.sqrt(float(differences @ differences))
+    if not spread:
+        return 0.0, 1.0
+    z = float(differences.sum()) / spread
+    steps = np.rint(differences * _STEPS).astype(np.int64)
+    if len(steps) > _MOST_EXACT:
+        return z, p_value(z)
+    shares = np.ones(1)  # of sums from the least to the greatest, two steps apart
+    for width in np.abs(steps[steps != 0]):
+        wider = np.zeros(len(shares) + width)
+        wider[: len(shares)] = shares / 2
+        wider[width:] += shares / 2
+        shares = wider
+    # The sum of all |steps| less twice those on the wrong side.
+    return z, min(1.0, float(shares[int(steps[steps > 0].sum()) :].sum()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,7 @@ class DetectionResult:
     Attributes:
         z: Standardised sum of the counts.
         p_value: Its nominal p-value.
-        z_calibrated: Standardised with mean and deviation of unmarked text.
+        z_calibrated: Standardised with mean and deviation of unmarked text, or of this text under other bits.
         p_calibrated: Its p-value; this one decides.
         is_watermarked: Whether it is at most the level.
         counts: Evidence of every sentence in every channel, from 0 to 1; NaN where a sentence can carry none.

@@ -12,7 +12,7 @@ from pmark.alignment import PENALTY, WINDOW, aligned_p_value
 from pmark.key import PMarkKey
 from pmark.medians import MedianMethod, median
 from pmark.samplers import Sampler, SamplerError
-from pmark.scoring import DECAY, TOLERANCE, Null, p_value, soft_counts, z_score
+from pmark.scoring import DECAY, TOLERANCE, Null, among_other_bits, p_value, soft_counts, z_score
 from pmark.selection import best_match, halve
 from pmark.sentence_watermark import (
     LOW_POWER,
@@ -277,8 +277,8 @@ class PMark(SentenceWatermark):
                 z = z_score(sum_, size)
                 p = p_value(z)
                 if self.null is None:
-                    calibrated = _among_other_bits(counts, self._counts(proxies, thresholds, ~bits[rows]))
-                    p_calibrated = p_value(calibrated)
+                    opposite = self._counts(proxies, thresholds, ~bits[rows])
+                    calibrated, p_calibrated = among_other_bits(counts[tested], opposite[tested])
                 else:
                     calibrated = self.null.z(sum_, size)
                     p_calibrated = self.null.p_value(calibrated)
@@ -408,11 +408,3 @@ class PMark(SentenceWatermark):
                 if len(group) >= self.smallest_pool and len(set(group)) > 1:
                     medians[row] = median(self.proxies(embeddings).T, self.median)
         return medians, heard
-
-
-def _among_other_bits(
-    counts: Float64[np.ndarray, "sentences channels"], opposite: Float64[np.ndarray, "sentences channels"]
-) -> float:
-    """The standard score of the sum of counts among the sums under random bits; `opposite` are those of other bits."""
-    spread = float(np.nansum((counts - opposite) ** 2)) ** 0.5 / 2
-    return float(np.nansum(counts - opposite)) / 2 / spread if spread > 0 else 0.0
